@@ -1,0 +1,57 @@
+"""The errors of stoker. Each says what failed, where, what was expected, what was found, and what to do.
+
+Raised for the world (files, options, machines); a broken invariant of our own is an assert.
+"""
+
+
+class StokerError(Exception):
+    """Base of every error that a user can meet.
+
+    what: one sentence; where: a file, tensor, flag or (pool, expert); expected, got: the two sides; remedy: what to do.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self, what: str, *, where: str | None = None, expected: object = None, got: object = None, remedy: str | None = None
+    ) -> None:
+        self.what, self.where, self.expected, self.got, self.remedy = what, where, expected, got, remedy
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        lines = [self.what if self.where is None else f"{self.where}: {self.what}"]
+        if self.expected is not None:
+            lines.append(f"  expected: {self.expected}")
+        if self.got is not None:
+            lines.append(f"  got:      {self.got}")
+        if self.remedy is not None:
+            lines.append(f"  to do:    {self.remedy}")
+        return "\n".join(lines)
+
+
+class OptionError(StokerError):
+    """An option that is unknown, malformed, or does not apply."""
+
+    exit_code = 2
+
+
+class CheckpointError(StokerError):
+    """A published checkpoint that is missing, damaged, or of a kind that stoker does not support."""
+
+
+class StoreError(StokerError):
+    """A store that is missing, damaged, foreign, or newer than this stoker."""
+
+
+class ReadError(StokerError):
+    """A read that failed or came short. Nothing is computed from its slot."""
+
+
+class BudgetError(StokerError):
+    """A budget below the floor, or a context that does not fit; carries the smallest budget that works."""
+
+    exit_code = 3
+
+
+class DiskSpaceError(StokerError):
+    """The disk has no room for what was asked."""
