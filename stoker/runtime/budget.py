@@ -1,0 +1,260 @@
+"""How much memory the user named, and how much the machine can give. Owns parsing, limits and the `auto` choice.
+
+Pure but for reading /proc and /sys under a root that tests replace. Knows no model: what a budget buys, and the floor
+below which it is refused, belong to the ledger.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from stoker.errors import BudgetError, OptionError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)")
+_EXAMPLES = "a size with a unit, such as 3GiB, 4G (= 4GiB), 500MB (= 500 million bytes), or auto"
+
+# Headroom of `auto` on the whole machine: the larger of 1 GiB and 15% of RAM. The kernel keeps 1 to 2% for itself
+# (watermarks), other programs grow while a model runs (a browser tab is 100 to 500 MiB), and when the page cache of the
+# running programs' own code is squeezed out, the machine thrashes long before it is "out of memory".
+MACHINE_HEADROOM_FRACTION = 0.15
+MACHINE_HEADROOM_MIN_BYTES = GIB
+# Inside a cgroup the rest of the machine is somebody else's: what remains is memory that the kernel charges to the
+# group and that no ledger sees (page tables, about 0.2% of mapped memory; sockets; page cache of libraries).
+CGROUP_HEADROOM_FRACTION = 0.05
+CGROUP_HEADROOM_MIN_BYTES = 128 * MIB
+# cgroup v1 writes "no limit" as the largest multiple of the page size in an int64.
+_UNLIMITED_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """One thing that bounds the process: the machine itself or a cgroup above it. All in bytes.
+
+    limit: the hard figure; available: what can be taken now without passing it (reclaimable page cache counts as free);
+    headroom: what `auto` leaves untouched under this limit.
+    """
+
+    name: str
+    where: str
+    limit_bytes: int
+    available_bytes: int
+    headroom_bytes: int
+
+    def room_bytes(self, held_bytes: int) -> int:
+        """The largest budget that this limit allows for a process that holds `held_bytes` already."""
+        return min(self.available_bytes + held_bytes, self.limit_bytes) - self.headroom_bytes
+
+
+def parse_bytes(text: str | int, *, option: str = "--memory") -> int:
+    """Bytes from a size such as `3GiB`, `500MB`, `4G`, or a plain number of bytes.
+
+    KiB, MiB, GiB, TiB and the bare letters K, M, G, T are powers of 1024; KB, MB, GB, TB are powers of 1000. Case does
+    not matter. Raises OptionError for anything else, for zero, and for a bare number below 1 MiB (a forgotten unit).
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise OptionError("not a size", where=option, expected=_EXAMPLES, got=repr(text))
+    if isinstance(text, int):
+        if text <= 0:
+            raise OptionError("a size must be positive", where=option, expected=_EXAMPLES, got=text)
+        return text
+    match = _NUMBER.fullmatch(text.strip())
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _UNITS:
+        raise OptionError("not a size", where=option, expected=_EXAMPLES, got=repr(text))
+    nbytes = int(float(match.group(1)) * _UNITS[unit]) if "." in match.group(1) else int(match.group(1)) * _UNITS[unit]
+    if nbytes <= 0:
+        raise OptionError("a size must be positive", where=option, expected=_EXAMPLES, got=repr(text))
+    if unit == "" and nbytes < MIB:
+        remedy = f"write {match.group(1)}GiB or {match.group(1)}MiB"
+        what = "a size without a unit is in bytes"
+        raise OptionError(what, where=option, expected=_EXAMPLES, got=repr(text), remedy=remedy)
+    return nbytes
+
+
+def format_bytes(nbytes: int) -> str:
+    """`nbytes` for people, in binary units with three digits: 1.50 GiB, 640 MiB, 12 B."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    value, units = nbytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 999.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {units[0]}"
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Everything that bounds this process's memory: the machine, then each limited cgroup from the innermost out."""
+    machine = _machine(root)
+    return ([machine] if machine else []) + list(_cgroups(root))
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """What the process holds now (RSS), so that a budget for the whole process can count it as already taken."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    if root == Path("/"):
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+    return 0
+
+
+def auto_budget(root: Path = Path("/")) -> int:
+    """The budget, in bytes, that `--memory auto` stands for: the tightest limit's room, headroom left free.
+
+    Raises BudgetError, naming the limit, when nothing is left.
+    """
+    limits, held = memory_limits(root), resident_bytes(root)
+    if not limits:
+        raise BudgetError("the memory of this machine cannot be read", remedy="name a budget, such as --memory 4GiB")
+    tightest = min(limits, key=lambda limit: limit.room_bytes(held))
+    room = tightest.room_bytes(held)
+    if room <= 0:
+        raise BudgetError(
+            f"no memory left for a budget under {tightest.name}",
+            where=tightest.where,
+            expected=f"more than the headroom of {format_bytes(tightest.headroom_bytes)}",
+            got=f"{format_bytes(tightest.available_bytes)} free of {format_bytes(tightest.limit_bytes)}",
+            remedy="close other programs, raise the limit, or name a budget with --memory",
+        )
+    return room
+
+
+def resolve_budget(memory: str | int, root: Path = Path("/")) -> int:
+    """`auto` or a size, as bytes. Whether it suffices is for the ledger to say; that it exists is checked here.
+
+    Raises BudgetError for a budget above a hard limit: it could only end in swapping or in the kernel's OOM killer.
+    """
+    if isinstance(memory, str) and memory.strip().lower() == "auto":
+        return auto_budget(root)
+    budget = parse_bytes(memory)
+    for limit in memory_limits(root):
+        if budget > limit.limit_bytes:
+            raise BudgetError(
+                f"the budget is larger than {limit.name}",
+                where=limit.where,
+                expected=f"at most {format_bytes(limit.limit_bytes)}",
+                got=format_bytes(budget),
+                remedy="name a smaller --memory, or auto",
+            )
+    return budget
+
+
+def _machine(root: Path) -> MemoryLimit | None:
+    fields = {
+        line.split(":")[0]: int(line.split()[1]) * 1024
+        for line in _read(root / "proc/meminfo").splitlines()
+        if len(line.split()) >= 2
+    }
+    if "MemTotal" in fields and "MemAvailable" in fields:
+        total, available, where = fields["MemTotal"], fields["MemAvailable"], str(root / "proc/meminfo")
+    elif root == Path("/"):  # macOS and others
+        import psutil
+
+        memory = psutil.virtual_memory()
+        total, available, where = int(memory.total), int(memory.available), "psutil.virtual_memory"
+    else:
+        return None
+    headroom = max(MACHINE_HEADROOM_MIN_BYTES, int(total * MACHINE_HEADROOM_FRACTION))
+    return MemoryLimit("the machine's memory", where, total, available, headroom)
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Where one cgroup version keeps its figures."""
+
+    version: int
+    limit_files: tuple[str, ...]
+    usage_file: str
+    file_cache_keys: tuple[str, str]
+
+
+# v1's memory.stat counts the group alone under the plain names and the group with its children under total_*.
+_V1 = _Hierarchy(1, ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+# memory.high throttles before memory.max kills: for a budget it is a limit all the same.
+_V2 = _Hierarchy(2, ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+
+
+def _cgroups(root: Path) -> Iterator[MemoryLimit]:
+    """Each limited cgroup that holds the process, from the innermost out, v1 and v2 hierarchies alike."""
+    membership = _read(root / "proc/self/cgroup")
+    for mount_root, mount_point, kind in _mounts(root):
+        for line in membership.splitlines():
+            number, controllers, path = line.split(":", 2)
+            is_v2 = number == "0" and controllers == ""
+            if (kind == "cgroup2") != is_v2 or not (is_v2 or "memory" in controllers.split(",")):
+                continue
+            hierarchy = _V2 if is_v2 else _V1
+            top = root / mount_point.lstrip("/")
+            for group in _upwards(path, mount_root):
+                limit = _group_limit(hierarchy, top / group, "/" + group)
+                if limit is not None:
+                    yield limit
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
+    """(root inside the hierarchy, mount point, type) of each mounted cgroup hierarchy that may control memory."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if not separator or len(fields) < 5 or len(kinds) < 3:
+            continue
+        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
+            yield fields[3], fields[4].replace("\\040", " "), kinds[0]
+
+
+def _upwards(path: str, mount_root: str) -> Iterator[str]:
+    """The group and its ancestors as paths below the mount point, innermost first, ending with the mount point itself.
+
+    In a container the mount shows only a part of the hierarchy (`mount_root`), and the process's path may lie outside
+    it or start with `..`; then the mount point alone is what can be seen.
+    """
+    group = PurePosixPath(path)
+    visible = PurePosixPath(mount_root)
+    inside = ".." not in group.parts and group.is_relative_to(visible)
+    relative = group.relative_to(visible) if inside else PurePosixPath(".")
+    while relative != PurePosixPath("."):
+        yield str(relative)
+        relative = relative.parent
+    yield ""
+
+
+def _group_limit(hierarchy: _Hierarchy, directory: Path, group: str) -> MemoryLimit | None:
+    """The tightest limit of one group, or None when it has none (or is not visible)."""
+    limits = [(_number(directory / name), name) for name in hierarchy.limit_files]
+    limited = [(value, name) for value, name in limits if value is not None and value < _UNLIMITED_BYTES]
+    if not limited:
+        return None
+    limit, name = min(limited)
+    used = _number(directory / hierarchy.usage_file) or 0
+    stat = dict(line.split(maxsplit=1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
+    reclaimable = sum(int(stat.get(key, 0)) for key in hierarchy.file_cache_keys)
+    available = max(0, min(limit, limit - used + reclaimable))
+    headroom = max(CGROUP_HEADROOM_MIN_BYTES, int(limit * CGROUP_HEADROOM_FRACTION))
+    return MemoryLimit(f"cgroup v{hierarchy.version} {group}", str(directory / name), limit, available, headroom)
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    """The file's text, or nothing where there is no such file: absent limits are no limits."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
