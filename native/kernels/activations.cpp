@@ -1,0 +1,68 @@
+#include "kernels/activations.h"
+
+#include <new>
+
+#include "kernels/dispatch.h"
+
+namespace stoker {
+
+int64_t Encoding::record_bytes() const {
+  switch (code) {
+    case Code::nibbles:
+    case Code::bytes: return 4 + 4 * (unit_cols / kBlock) + unit_cols;
+    case Code::bf16: return 2 * kBlock;
+    case Code::f32: return 4 * kBlock;
+  }
+  return 0;
+}
+
+Encoding encoding_of(const Matrix& m) {
+  switch (m.format) {
+    case Format::affine: return {m.bits == 4 ? Code::nibbles : Code::bytes, m.group};
+    case Format::bf16: return {Code::bf16, kBlock};
+    case Format::f32: return {Code::f32, kBlock};
+  }
+  return {};
+}
+
+void encode_row(Encoding e, const float* x, int64_t cols, char* data, int64_t tokens, int64_t token) {
+  kernels().encode_row(e, x, cols, data, tokens, token);
+}
+
+void Scratch::Free::operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+
+char* Scratch::reserve(int64_t nbytes) {
+  if (nbytes > capacity_) {
+    data_.reset();
+    capacity_ = 0;
+    data_.reset(static_cast<char*>(::operator new(static_cast<size_t>(nbytes), std::align_val_t{64})));
+    capacity_ = nbytes;
+  }
+  return data_.get();
+}
+
+void Activations::prepare(Encoding encoding, int64_t tokens, int64_t cols) {
+  encoding_ = encoding;
+  tokens_ = tokens;
+  cols_ = cols;
+  scratch_.reserve(encoding.units(cols) * tokens * encoding.record_bytes());
+}
+
+void Activations::encode(const float* x, int64_t row_stride, int thread, int n_threads) {
+  // Pieces of a row, so that one wide token is shared by the threads too. Pieces end at unit boundaries.
+  const int64_t units = encoding_.units(cols_);
+  const int64_t total = tokens_ * units;
+  int64_t i = total * thread / n_threads;
+  const int64_t end = total * (thread + 1) / n_threads;
+  while (i < end) {
+    const int64_t token = i / units, unit = i % units;
+    const int64_t n = end - i < units - unit ? end - i : units - unit;
+    const int64_t col = unit * encoding_.unit_cols;
+    const int64_t n_cols = cols_ - col < n * encoding_.unit_cols ? cols_ - col : n * encoding_.unit_cols;
+    encode_row(encoding_, x + token * row_stride + col, n_cols,
+               scratch_.data() + unit * tokens_ * encoding_.record_bytes(), tokens_, token);
+    i += n;
+  }
+}
+
+}  // namespace stoker

@@ -1,0 +1,145 @@
+#include "kernels/thread_pool.h"
+
+#include <cassert>
+#include <cstdio>
+#include <cstdlib>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+namespace stoker {
+namespace {
+
+constexpr int kSpins = 128;  // with `pause` about 2 to 5 microseconds, less than a futex round trip costs both sides
+
+thread_local bool in_region = false;
+
+inline void relax() {
+#if defined(__x86_64__) || defined(_M_X64)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// Returns when `value` is no longer `old`.
+void await_change(const std::atomic<int>& value, int old) {
+  for (int i = 0; i < kSpins; ++i) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    relax();
+  }
+  while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+int default_threads() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
+#endif
+  const unsigned n = std::thread::hardware_concurrency();
+  return n ? static_cast<int>(n) : 1;
+}
+
+std::atomic<ThreadPool*> instance{nullptr};
+
+// The parent's threads do not exist in the child, and its locks may be held for ever: the child starts over (the old pool leaks).
+void after_fork_in_child() {
+  if (ThreadPool* old = instance.load()) instance.store(new ThreadPool(old->size()));
+  in_region = false;
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads < 1 ? 1 : n_threads) {}
+
+ThreadPool::~ThreadPool() {
+  std::lock_guard<std::mutex> lock(region_);
+  stop_workers();
+}
+
+void ThreadPool::resize(int n_threads) {
+  std::lock_guard<std::mutex> lock(region_);
+  n_threads_.store(n_threads < 1 ? 1 : n_threads, std::memory_order_relaxed);
+}
+
+void ThreadPool::start_workers() {
+  stop_workers();
+  region_threads_ = size();
+  const int seen = epoch_.load(std::memory_order_relaxed);
+  for (int thread = 1; thread < region_threads_; ++thread) {
+    workers_.emplace_back(&ThreadPool::work, this, thread, region_threads_, seen);
+  }
+}
+
+void ThreadPool::stop_workers() {
+  if (workers_.empty()) return;
+  stop_ = true;
+  epoch_.fetch_add(1, std::memory_order_release);
+  epoch_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+  stop_ = false;
+}
+
+void ThreadPool::work(int thread, int n_threads, int seen_epoch) {
+  in_region = true;
+  for (;;) {
+    await_change(epoch_, seen_epoch);
+    seen_epoch = epoch_.load(std::memory_order_acquire);
+    if (stop_) return;
+    call_(fn_, thread, n_threads);
+    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
+  }
+}
+
+void ThreadPool::run_erased(Call call, void* fn) {
+  if (in_region) {
+    std::fputs("stoker: a parallel region was started inside a parallel region\n", stderr);
+    std::abort();
+  }
+  std::lock_guard<std::mutex> lock(region_);
+  if (static_cast<int>(workers_.size()) + 1 != size()) start_workers();
+  in_region = true;
+  const int workers = static_cast<int>(workers_.size());
+  region_threads_ = workers + 1;
+  if (workers > 0) {
+    call_ = call;
+    fn_ = fn;
+    running_.store(workers, std::memory_order_relaxed);
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+  }
+  call(fn, 0, workers + 1);
+  for (int left; workers > 0 && (left = running_.load(std::memory_order_acquire)) != 0;) await_change(running_, left);
+  in_region = false;
+}
+
+void ThreadPool::barrier() {
+  const int n = region_threads_;
+  if (n == 1) return;
+  const int generation = generation_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+  } else {
+    await_change(generation_, generation);
+  }
+}
+
+ThreadPool& pool() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    instance.store(new ThreadPool(default_threads()));  // never destroyed: workers may outlive static destructors
+#if defined(__unix__) || defined(__APPLE__)
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+#endif
+  });
+  return *instance.load(std::memory_order_acquire);
+}
+
+}  // namespace stoker
