@@ -1,0 +1,197 @@
+"""The experts function that transformers' MoE classes call, computing on experts in slots.
+
+One `StreamedExperts` per MoE layer: it groups the step's (token, expert) pairs by expert, asks residency for the slots,
+computes each expert as it arrives, and adds the weighted results in a fixed order. It never chooses experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from stoker.errors import CheckpointError
+from stoker.native import kernels
+from stoker.runtime.skeleton import EXPERTS_IMPLEMENTATION
+from stoker.runtime.step import StepContext
+
+if TYPE_CHECKING:
+    from stoker.residency import Residency
+
+Path = Literal["auto", "exact", "staged", "hot", "whole_layer"]
+
+
+class Scratch:
+    """A float32 buffer [rows, D] that the layers take turns in; grows once, to the largest step."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, 1)
+
+    def take(self, rows: int, width: int) -> Tensor:
+        if self._buffer.shape[0] < rows or self._buffer.shape[1] != width:
+            self._buffer = torch.empty(rows, width)
+        return self._buffer[:rows]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The step's (token, choice) pairs sorted by expert. experts[x] owns rows row_start[x]..row_start[x+1]."""
+
+    experts: list[int]
+    row_start: Tensor  # int32 [X + 1]
+    token_of_row: Tensor  # int32 [P]
+    out_row: Tensor  # int32 [P]: token * K + choice
+
+    @staticmethod
+    def of(index_TK: Tensor) -> Pairs:
+        choices = index_TK.shape[1]
+        flat, order = index_TK.reshape(-1).sort(stable=True)
+        experts, counts = flat.unique_consecutive(return_counts=True)
+        row_start = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=row_start[1:])
+        out_row = order.to(torch.int32)
+        return Pairs(experts.tolist(), row_start, out_row.div(choices, rounding_mode="floor"), out_row)
+
+    def rows(self, positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """row_start, token_of_row, out_row of the experts at `positions` alone."""
+        bounds = self.row_start.tolist()
+        spans = [(bounds[p], bounds[p + 1]) for p in positions]
+        if len(spans) == 1:
+            (first, last) = spans[0]
+            start = torch.tensor([0, last - first], dtype=torch.int32)
+            return start, self.token_of_row[first:last], self.out_row[first:last]
+        start = torch.tensor([0] + [last - first for first, last in spans], dtype=torch.int32).cumsum(
+            0, dtype=torch.int32
+        )
+        token = torch.cat([self.token_of_row[first:last] for first, last in spans])
+        out = torch.cat([self.out_row[first:last] for first, last in spans])
+        return start, token, out
+
+
+class StreamedExperts:
+    """The routed experts of one MoE layer: hidden [T, D], route [T, K] -> [T, D]."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        pool: int,
+        pool_experts: int,
+        kernel: kernels.Experts,
+        residency: Residency,
+        path: Path,
+        step: StepContext,
+        scratch: Scratch,
+        recorder: Any = None,
+    ) -> None:
+        self.layer, self.pool, self.pool_experts = layer, pool, pool_experts
+        self.kernel, self.residency, self.path = kernel, residency, path
+        self.step, self.scratch, self.recorder = step, scratch, recorder
+        self.next: StreamedExperts | None = None
+        self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
+
+    def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        tokens, choices = index_TK.shape
+        width = hidden_TD.shape[1]
+        hidden_TD = hidden_TD.contiguous()
+        pairs = Pairs.of(index_TK)
+        out_PD = self.scratch.take(tokens * choices, width)
+        before = self._tally() if self.recorder is not None else (0, 0, 0)
+        if self._streams(len(pairs.experts)):
+            self._whole_layer(pairs, hidden_TD, out_PD)
+        else:
+            self._acquire(pairs, hidden_TD, out_PD)
+        out_TD = torch.empty_like(hidden_TD)
+        kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
+        if self.recorder is not None:
+            hits, misses, wait_ns = (now - then for now, then in zip(self._tally(), before, strict=True))
+            self.recorder.layer(self.step.index, self.pool, self.layer, index_TK, weights_TK, hits, misses, wait_ns)
+        return out_TD
+
+    def _tally(self) -> tuple[int, int, int]:
+        counters = self.residency.tally
+        return counters.hits, counters.misses, counters.stall_ns
+
+    def _streams(self, needed: int) -> bool:
+        if self.path == "auto":
+            return needed > self.residency.slots(self.pool)
+        return self.path == "whole_layer"
+
+    def _acquire(self, pairs: Pairs, hidden_TD: Tensor, out_PD: Tensor) -> None:
+        with self.residency.acquire(self.pool, pairs.experts) as lease:
+            if self.path == "staged" and self.step.phase == "decode" and self.next is not None:
+                self.residency.stage(self.next.pool, self.next.look_ahead(hidden_TD))
+            for positions, addresses in lease.arrivals():
+                self._compute(pairs, positions, addresses, hidden_TD, out_PD)
+
+    def _whole_layer(self, pairs: Pairs, hidden_TD: Tensor, out_PD: Tensor) -> None:
+        ahead = (self.next.pool, self.next.look_ahead(hidden_TD)) if self.next is not None else None
+        for position, address in self.residency.stream(self.pool, pairs.experts, read_ahead=ahead):
+            self._compute(pairs, [position], [address], hidden_TD, out_PD)
+
+    def _compute(
+        self, pairs: Pairs, positions: list[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
+    ) -> None:
+        slots = torch.tensor(addresses, dtype=torch.int64)
+        if len(positions) == len(pairs.experts) and positions[-1] == len(positions) - 1:
+            row_start, token, out = pairs.row_start, pairs.token_of_row, pairs.out_row
+        else:
+            row_start, token, out = pairs.rows(positions)
+        self.kernel.forward(slots, row_start, token, out, hidden_TD, out_PD)
+
+    def look_ahead(self, hidden_TD: Tensor) -> list[int]:
+        """The experts this layer would choose for the previous layer's hidden state: a guess, used only to read ahead."""
+        if self.router is None:
+            return []
+        index = self.router(hidden_TD)[-1]
+        return index.unique().tolist()
+
+
+def _experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    streamed: StreamedExperts = module.streamed  # type: ignore[assignment]
+    return streamed.forward(hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _experts_function)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "silu": lambda gate, up, alpha, limit: F.silu(gate) * up,
+    "gelu": lambda gate, up, alpha, limit: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up, alpha, limit: F.gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up, alpha, limit: F.relu(gate) * up,
+    "swiglu_oai": lambda gate, up, alpha, limit: (
+        gate.clamp(max=limit) * torch.sigmoid(alpha * gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
+    ),
+}
+
+
+def activation_of(module: nn.Module, path: str) -> tuple[str, float, float]:
+    """(name, alpha, limit) of the native activation that computes the same as the module's own gating.
+
+    Found by computing both on the same values, so a class with its own gating is either matched or refused.
+    """
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        raise CheckpointError(
+            "experts of this form are not supported",
+            where=f"{path} ({type(module).__name__})",
+            expected="gated experts without a norm of their own: down(act(gate(x)) * up(x))",
+        )
+    alpha, limit = float(getattr(module, "alpha", 1.702)), float(getattr(module, "limit", 7.0))
+    gate, up = torch.linspace(-9, 9, 64).repeat(2, 1), torch.linspace(8, -8, 64).repeat(2, 1)
+    joined = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+    wanted = module._apply_gate(joined)
+    for name, function in _ACTIVATIONS.items():
+        if torch.allclose(function(gate, up, alpha, limit), wanted, atol=1e-5, rtol=1e-5):
+            return name, alpha, limit
+    raise CheckpointError(
+        "the experts' activation is not supported",
+        where=f"{path} ({type(module).__name__})",
+        expected=", ".join(_ACTIVATIONS),
+        got=getattr(getattr(module, "config", None), "hidden_act", "unknown"),
+    )

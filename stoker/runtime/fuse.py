@@ -1,0 +1,270 @@
+"""Puts native blocks where transformers' eager ones cost more time than arithmetic: norms, routers, attention.
+
+A module is replaced only when its class is in the tables below *and* the replacement gives the same numbers on random
+input at load time; whatever was tried and not replaced is reported by name. Nothing here knows a store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stoker.errors import StokerError
+from stoker.native import attention, kernels
+from stoker.quant.formats import MatrixSpec, WeightFormat
+from stoker.quant.reference import quantize
+from stoker.runtime.kv import BLOCK_TOKENS, KVPool, KVShape
+from stoker.runtime.linear import QuantLinear
+from stoker.runtime.step import StepContext
+
+# Attention classes of the plain form: q, k, v, optional norms, half-split rotary, causal softmax, o.
+ATTENTION_CLASSES = {
+    "Qwen3MoeAttention",
+    "Qwen2MoeAttention",
+    "MixtralAttention",
+    "OlmoeAttention",
+    "Glm4MoeAttention",
+    "GraniteMoeAttention",
+}
+# Routers of the form softmax, top-k, optional renormalisation.
+ROUTER_CLASSES = {
+    "Qwen3MoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen3_5MoeTopKRouter",
+}
+ATTENTION_TOLERANCE = 5e-3  # the paged cache holds IEEE halves
+EXACT_TOLERANCE = 1e-5
+
+
+@dataclass
+class FusionReport:
+    """How many modules of each kind were replaced, and what was left with its reason."""
+
+    attention: int = 0
+    norms: int = 0
+    routers: int = 0
+    left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def paged(self) -> bool:
+        """Whether every layer's keys and values live in the paged cache."""
+        return self.attention > 0 and not any(name.startswith("attention") for name in self.left)
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS norm over the last axis, float32 [..., D]."""
+
+    def __init__(self, weight: Tensor, eps: float, unit_offset: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.variance_epsilon, self.unit_offset = eps, unit_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat_TD = x.reshape(-1, x.shape[-1])
+        return attention.rms_norm(flat_TD, self.weight, self.variance_epsilon, unit_offset=self.unit_offset).view(
+            x.shape
+        )
+
+
+class FusedRouter(nn.Module):
+    """softmax over all experts, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
+
+    def __init__(self, weight: Tensor, top_k: int, renormalise: bool) -> None:
+        super().__init__()
+        spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("f32"))
+        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format))
+        self.top_k, self.renormalise = top_k, renormalise
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
+        weights_TK, experts_TK = attention.topk_softmax(logits_TE, self.top_k, self.renormalise)
+        return logits_TE, weights_TK, experts_TK
+
+
+class FusedAttention(nn.Module):
+    """One attention block as one native call on the paged cache; tokens are flat, their sequences are in the step."""
+
+    def __init__(self, block: attention.Attention, layer: int, step: StepContext) -> None:
+        super().__init__()
+        self.block, self.layer_idx, self.step = block, layer, step
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+    ) -> tuple[Tensor, None]:
+        step, (cos, sin) = self.step, position_embeddings
+        flat_TD = hidden_states.view(-1, hidden_states.shape[-1])
+        out_TD = torch.empty_like(flat_TD)
+        self.block.forward(
+            flat_TD,
+            cos.view(-1, cos.shape[-1]),
+            sin.view(-1, sin.shape[-1]),
+            step.kv_base,
+            step.block_table,
+            step.seq_of_token,
+            step.pos_of_token,
+            step.start_of_seq,
+            out_TD,
+        )
+        return out_TD.view(hidden_states.shape), None
+
+
+def kv_shape(model: PreTrainedModel) -> KVShape | None:
+    """The paged cache's axes when every attention layer is of the plain form, else None."""
+    modules = _attention_modules(model)
+    if not modules or any(_unsupported(module) for _, module in modules):
+        return None
+    if len(modules) != model.config.get_text_config().num_hidden_layers:
+        return None
+    config = model.config.get_text_config()
+    return KVShape(len(modules), config.num_key_value_heads, modules[0][1].head_dim)
+
+
+def _attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    return [
+        (p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")
+    ]
+
+
+def _unsupported(module: nn.Module) -> str | None:
+    """Why this attention module keeps transformers' code, or None."""
+    name = type(module).__name__
+    if name not in ATTENTION_CLASSES:
+        return f"{name} is not of the plain form"
+    if getattr(module, "sliding_window", None):
+        return "sliding window"
+    if getattr(module.config, "clip_qkv", None) is not None:
+        return "clipped q, k, v"
+    return None
+
+
+def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
+    """Replace what can be replaced; the dense weights must be loaded."""
+    report = FusionReport()
+    shape = kv_shape(model)
+    attention_modules = _attention_modules(model)
+    if shape is None:
+        for _, module in attention_modules:
+            report.left["attention: " + type(module).__name__] = _unsupported(module) or "layers without attention"
+    else:
+        _fuse_attention(model, attention_modules, shape, step, report)
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ in ROUTER_CLASSES:
+            _replace(model, path, module, _router(module), report, "routers")
+        elif type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            _replace(model, path, module, _norm(module), report, "norms")
+    return report
+
+
+def _router(module: nn.Module) -> nn.Module:
+    renormalise = bool(getattr(module, "norm_topk_prob", True))
+    return FusedRouter(module.weight.detach(), module.top_k, renormalise)
+
+
+def _norm(module: nn.Module) -> nn.Module | None:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None or module.weight.dim() != 1:
+        return None
+    x = torch.randn(3, module.weight.shape[0], generator=torch.Generator().manual_seed(0))
+    for unit_offset in (False, True):
+        fused = FusedRMSNorm(module.weight.detach(), float(eps), unit_offset)
+        if _distance(fused(x), module(x)) < EXACT_TOLERANCE:
+            return fused
+    return None
+
+
+def _replace(
+    model: PreTrainedModel, path: str, module: nn.Module, fused: nn.Module | None, report: FusionReport, kind: str
+) -> None:
+    name = f"{kind}: {type(module).__name__}"
+    if fused is None:
+        report.left[name] = "different numbers on random input"
+        return
+    if kind == "routers":
+        x = torch.randn(3, module.weight.shape[1], generator=torch.Generator().manual_seed(0))
+        ours, theirs = fused(x), module(x)
+        if not torch.equal(ours[2], theirs[2]) or _distance(ours[1], theirs[1]) > EXACT_TOLERANCE:
+            report.left[name] = "different numbers on random input"
+            return
+    model.set_submodule(path, fused, strict=True)
+    setattr(report, kind, getattr(report, kind) + 1)
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+def _fuse_attention(
+    model: PreTrainedModel,
+    modules: list[tuple[str, nn.Module]],
+    shape: KVShape,
+    step: StepContext,
+    report: FusionReport,
+) -> None:
+    checked: set[tuple[str, int]] = set()
+    for index, (path, module) in enumerate(modules):
+        fused = FusedAttention(_native_attention(module, index, shape), index, step)
+        form = (type(module).__name__, module.q_proj.out_features)
+        if form not in checked:
+            _check_attention(model, path, module, fused, shape)
+            checked.add(form)
+        model.set_submodule(path, fused, strict=True)
+        report.attention += 1
+
+
+def _native_attention(module: nn.Module, index: int, shape: KVShape) -> attention.Attention:
+    q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+    return attention.Attention(
+        module.q_proj.matrix,
+        module.k_proj.matrix,
+        module.v_proj.matrix,
+        module.o_proj.matrix,
+        q_norm=None if q_norm is None else q_norm.weight.detach(),
+        k_norm=None if k_norm is None else k_norm.weight.detach(),
+        eps=0.0 if q_norm is None else float(q_norm.variance_epsilon),
+        n_heads=module.q_proj.out_features // shape.head_dim,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=float(module.scaling),
+        layer=index,
+        n_layers=shape.layers,
+    )
+
+
+def _check_attention(
+    model: PreTrainedModel, path: str, module: nn.Module, fused: FusedAttention, shape: KVShape, tokens: int = 5
+) -> None:
+    """Refuse to run when the native block and transformers' module disagree on random input."""
+    assert isinstance(module.q_proj, QuantLinear)
+    pool = KVPool(shape, BLOCK_TOKENS)
+    saved, fused.step = (
+        fused.step,
+        StepContext(
+            kv_base=pool.base,
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            seq_of_token=torch.zeros(tokens, dtype=torch.int32),
+            pos_of_token=torch.arange(tokens, dtype=torch.int32),
+            start_of_seq=torch.zeros(1, dtype=torch.int32),
+        ),
+    )
+    x = torch.randn(1, tokens, module.q_proj.in_features, generator=torch.Generator().manual_seed(1))
+    rotary = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    cos_sin = rotary(x, torch.arange(tokens)[None])
+    mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1)[None, None]
+    theirs = module(hidden_states=x, position_embeddings=cos_sin, attention_mask=mask)[0]
+    distance = _distance(fused(x, cos_sin)[0], theirs)
+    fused.step = saved
+    pool.close()
+    if not distance < ATTENTION_TOLERANCE:
+        raise StokerError(
+            "the native attention block disagrees with transformers' module",
+            where=f"{path} ({type(module).__name__})",
+            expected=f"relative L2 below {ATTENTION_TOLERANCE}",
+            got=f"{distance:.2e}",
+            remedy="report this model; load it with fuse=False meanwhile",
+        )

@@ -1,0 +1,181 @@
+"""The account of every byte that the process may hold, drawn up before anything heavy is loaded. Pure: no torch, no I/O.
+
+`plan_memory` divides a budget, or refuses it with the numbers and the smallest budget that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from stoker.errors import BudgetError
+
+MIB = 1 << 20
+# What a running process takes beyond what is itemised: allocator slack, Python objects of a step, thread stacks.
+RESERVE_BYTES = 96 * MIB
+RING_RECORDS = 32
+RING_FLOOR = 4
+
+
+def show(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / MIB:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class PoolNeed:
+    """One pool: how many experts, bytes of a record, and how many a token needs at once over the pool's layers."""
+
+    experts: int
+    record_bytes: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Everything with a fixed price, in bytes."""
+
+    process_bytes: int  # interpreter and libraries with the skeleton and tokenizer, measured
+    dense_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    pools: tuple[PoolNeed, ...]
+    ctx_tokens: int
+    kv_token_bytes: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The division of a budget, in bytes; `slots` per pool and `ring_records` are counts."""
+
+    budget_bytes: int
+    process_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    slots_bytes: int
+    ring_bytes: int
+    reserve_bytes: int
+    free_bytes: int
+    floor_bytes: int
+    ctx_tokens: int
+    slots: tuple[int, ...]
+    ring_records: int
+    expert_bytes: int  # all records of the model
+
+    @property
+    def resident_share(self) -> float:
+        """Share of the expert bytes that fit in the slots."""
+        return self.slots_bytes / self.expert_bytes if self.expert_bytes else 1.0
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self) | {"resident_share": self.resident_share}
+
+    def lines(self) -> list[str]:
+        """The ledger for people, one entry a line."""
+        least, most = min(self.slots), max(self.slots)
+        per_pool = str(least) if least == most else f"{least} to {most}"
+        rows = [
+            ("interpreter and libraries", self.process_bytes, ""),
+            ("dense weights", self.dense_bytes, ""),
+            ("KV cache", self.kv_bytes, f"{self.ctx_tokens} tokens"),
+            ("expert slots", self.slots_bytes, f"{per_pool} a layer, {self.resident_share:.0%} of all experts"),
+            ("prefill ring", self.ring_bytes, f"{self.ring_records} records"),
+            ("scratch", self.scratch_bytes, ""),
+            ("reserve", self.reserve_bytes, ""),
+            ("free", self.free_bytes, ""),
+            ("budget", self.budget_bytes, f"floor {show(self.floor_bytes)}"),
+        ]
+        return [f"{name:<26}{show(nbytes):>10}  {note}".rstrip() for name, nbytes, note in rows]
+
+
+def floor_bytes(needs: Needs) -> int:
+    """The smallest budget that works: K slots a layer, a ring of four records, and everything with a fixed price."""
+    ring = RING_FLOOR * max(pool.record_bytes for pool in needs.pools)
+    slots = sum(min(pool.top_k, pool.experts) * pool.record_bytes for pool in needs.pools)
+    return _fixed(needs) + ring + slots
+
+
+def _fixed(needs: Needs) -> int:
+    return needs.process_bytes + needs.dense_bytes + needs.kv_bytes + needs.scratch_bytes + RESERVE_BYTES
+
+
+def plan_memory(budget: int, needs: Needs) -> Ledger:
+    """Divide `budget` bytes. Raises BudgetError with the smallest budget, and the context that would fit, when it cannot."""
+    floor = floor_bytes(needs)
+    if budget < floor:
+        raise BudgetError(
+            "the budget is too small for this model",
+            where="--memory",
+            expected=f"at least {show(_round_up(floor))}: "
+            + ", ".join(
+                f"{name} {show(nbytes)}"
+                for name, nbytes in (
+                    ("libraries", needs.process_bytes),
+                    ("dense weights", needs.dense_bytes),
+                    (f"KV of {needs.ctx_tokens} tokens", needs.kv_bytes),
+                    ("scratch", needs.scratch_bytes),
+                    ("reserve", RESERVE_BYTES),
+                    ("fewest slots", floor - _fixed(needs)),
+                )
+            ),
+            got=show(budget),
+            remedy=_remedy(budget, floor, needs),
+        )
+    record = max(pool.record_bytes for pool in needs.pools)
+    spare = budget - floor
+    ring = RING_FLOOR + min(RING_RECORDS - RING_FLOOR, spare // 4 // record)
+    slots = share_slots(budget - _fixed(needs) - ring * record, needs.pools)
+    if all(count == pool.experts for count, pool in zip(slots, needs.pools, strict=True)):
+        ring = RING_FLOOR
+    slots_bytes = sum(count * pool.record_bytes for count, pool in zip(slots, needs.pools, strict=True))
+    used = _fixed(needs) + ring * record + slots_bytes
+    return Ledger(
+        budget_bytes=budget,
+        process_bytes=needs.process_bytes,
+        dense_bytes=needs.dense_bytes,
+        kv_bytes=needs.kv_bytes,
+        scratch_bytes=needs.scratch_bytes,
+        slots_bytes=slots_bytes,
+        ring_bytes=ring * record,
+        reserve_bytes=RESERVE_BYTES,
+        free_bytes=budget - used,
+        floor_bytes=floor,
+        ctx_tokens=needs.ctx_tokens,
+        slots=slots,
+        ring_records=ring,
+        expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
+    )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // (16 * MIB)) * 16 * MIB
+
+
+def _remedy(budget: int, floor: int, needs: Needs) -> str:
+    advice = f"give --memory {_round_up(floor) // MIB}MiB or more"
+    spare = budget - (floor - needs.kv_bytes)
+    tokens = spare // needs.kv_token_bytes // 64 * 64 if needs.kv_token_bytes else 0
+    return advice + (f", or --ctx-size {tokens} or less" if tokens >= 64 else "")
+
+
+def share_slots(available: int, pools: Sequence[PoolNeed]) -> tuple[int, ...]:
+    """Slots per pool: the floor first, then one more for each pool in turn, never more than its experts."""
+    slots = [min(pool.top_k, pool.experts) for pool in pools]
+    left = available - sum(count * pool.record_bytes for count, pool in zip(slots, pools, strict=True))
+    while True:
+        open_pools = [i for i, pool in enumerate(pools) if slots[i] < pool.experts]
+        round_bytes = sum(pools[i].record_bytes for i in open_pools)
+        if not open_pools or left < min(pools[i].record_bytes for i in open_pools):
+            return tuple(slots)
+        turns = left // round_bytes
+        if turns:
+            step = min([turns] + [pools[i].experts - slots[i] for i in open_pools])
+            for i in open_pools:
+                slots[i] += step
+            left -= step * round_bytes
+            continue
+        for i in open_pools:
+            if left >= pools[i].record_bytes:
+                slots[i] += 1
+                left -= pools[i].record_bytes
+        return tuple(slots)

@@ -1,0 +1,45 @@
+"""Modules that stand where nn.Linear and nn.Embedding stood, computing on quantised matrices.
+
+They own the Matrix (and so keep its bytes alive) and know nothing of where the bytes came from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stoker.native import kernels
+
+
+class QuantLinear(nn.Module):
+    """y = W x + b for a quantised W [out, in]; x float32 [..., in] -> float32 [..., out]."""
+
+    def __init__(self, matrix: kernels.Matrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.in_features, self.out_features = matrix.cols, matrix.rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat_TC = x.reshape(-1, self.in_features)
+        if not flat_TC.is_contiguous():
+            flat_TC = flat_TC.contiguous()
+        return kernels.matmul(self.matrix, flat_TC).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, {self.matrix.spec.format.label()}"
+
+
+class QuantEmbedding(nn.Module):
+    """Rows of a quantised table [V, D]: ids int64 [...] -> float32 [..., D]."""
+
+    def __init__(self, matrix: kernels.Matrix) -> None:
+        super().__init__()
+        self.matrix = matrix
+        self.num_embeddings, self.embedding_dim = matrix.rows, matrix.cols
+
+    def forward(self, ids: Tensor) -> Tensor:
+        flat_T = ids.reshape(-1).to(torch.int64).contiguous()
+        return kernels.gather_rows(self.matrix, flat_T).view(*ids.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.matrix.spec.format.label()}"

@@ -1,0 +1,405 @@
+"""A loaded model: a transformers skeleton, dense weights in memory, experts on the SSD, one budget over all.
+
+`load` draws up the ledger before anything heavy is read. `Runtime` turns tokens into logits and owns every resource;
+it chooses neither experts nor tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from stoker.errors import OptionError, StokerError
+from stoker.native import kernels
+from stoker.native.io import ReadQueue
+from stoker.residency import Residency
+from stoker.runtime import budget, dense
+from stoker.runtime.experts import Path, Scratch, StreamedExperts, activation_of
+from stoker.runtime.fuse import FusionReport, fuse, kv_shape
+from stoker.runtime.kv import KVPool, KVShape, PagedSequence
+from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory
+from stoker.runtime.sequence import CacheSequence, cache_token_bytes
+from stoker.runtime.skeleton import build_skeleton, moe_blocks
+from stoker.runtime.step import StepContext
+from stoker.store.reader import Store, open_store
+from stoker.trace.events import Phase
+
+PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
+CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
+SCRATCH_SHARE = 0.05
+SCRATCH_FLOOR = 48 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a store; resolved once. `memory` is bytes or text such as "3GiB" or "auto"."""
+
+    memory: str | int = "auto"
+    path: Path = "auto"
+    policy: str = "lru"
+    threads: int | None = None
+    ctx_size: int = 4096
+    prefill_chunk: int | None = None
+    depth: int = 8
+    io_backend: str = "auto"
+    direct: bool = True
+    fuse: bool = True
+
+
+def load(directory: str | FilePath, options: Options | None = None, recorder: Any = None) -> Runtime:
+    """Open a store and make it ready. Raises StoreError, BudgetError or OptionError before any weight is read."""
+    options = options or Options()
+    if options.path not in PATHS:
+        raise OptionError("unknown path", where="--path", expected=", ".join(PATHS), got=options.path)
+    if options.ctx_size < 1:
+        raise OptionError("the context must hold a token", where="--ctx-size", got=options.ctx_size)
+    store = open_store(FilePath(directory))
+    limit = budget.resolve(options.memory)
+    model = build_skeleton(store.path)
+    tokenizer = _tokenizer(store.path)
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and options.ctx_size > longest:
+        raise OptionError(
+            "the context is longer than the model's",
+            where="--ctx-size",
+            expected=f"at most {longest}",
+            got=options.ctx_size,
+        )
+    shape = kv_shape(model) if options.fuse else None
+    ledger, chunk = _plan(store, model, options, limit, shape)
+    return Runtime(store, model, tokenizer, options, ledger, chunk, shape, recorder)
+
+
+def _tokenizer(directory: FilePath) -> Any:
+    """The store's tokenizer, or None when it has none (synthetic models speak in token ids)."""
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+
+
+def _plan(
+    store: Store, model: PreTrainedModel, options: Options, limit: int, shape: KVShape | None
+) -> tuple[Ledger, int]:
+    config = model.config.get_text_config()
+    token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
+    top_k = _top_k(config)
+    chunk = options.prefill_chunk or next(
+        (c for c in CHUNKS if scratch_bytes(store, config, c) <= max(SCRATCH_SHARE * limit, SCRATCH_FLOOR)), CHUNKS[-1]
+    )
+    chunk = min(chunk, options.ctx_size)
+    needs = Needs(
+        process_bytes=psutil.Process().memory_info().rss,
+        dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
+        kv_bytes=shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size,
+        scratch_bytes=scratch_bytes(store, config, chunk),
+        pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k) for pool in store.pools),
+        ctx_tokens=options.ctx_size,
+        kv_token_bytes=token_bytes,
+    )
+    return plan_memory(limit, needs), chunk
+
+
+def _top_k(config: Any) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    raise StokerError("the configuration does not say how many experts a token uses", got=config.model_type)
+
+
+def scratch_bytes(store: Store, config: Any, tokens: int) -> int:
+    """What one prefill chunk holds beside weights and cache: activations, (token, expert) pairs, logits."""
+    width, top_k = config.hidden_size, _top_k(config)
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    projected = config.num_attention_heads * head_dim + 2 * config.num_key_value_heads * head_dim
+    expert_width = max(pool.layout.down.spec.cols for pool in store.pools)
+    per_token = 4 * (8 * width + 3 * projected) + top_k * (4 * width + 9 * expert_width)
+    return tokens * per_token + 3 * 4 * config.vocab_size
+
+
+class Runtime:
+    """Tokens in, logits out. Not thread-safe: one step at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        options: Options,
+        ledger: Ledger,
+        chunk: int,
+        shape: KVShape | None,
+        recorder: Any = None,
+    ) -> None:
+        self.store, self.model, self.tokenizer, self.options = store, model, tokenizer, options
+        self.budget, self.prefill_chunk, self.recorder = ledger, chunk, recorder
+        self.config = model.config.get_text_config()
+        self.step = StepContext()
+        threads = options.threads or budget.default_threads()
+        kernels.set_threads(threads)
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
+        self.queue = ReadQueue(depth=options.depth, backend=options.io_backend, direct=options.direct)
+        self.residency = Residency(
+            store,
+            slots=list(ledger.slots),
+            ring_records=ledger.ring_records,
+            queue=self.queue,
+            path=options.path,
+            policy=options.policy,
+            recorder=recorder,
+        )
+        self._attach_experts()
+        self.weights = dense.load_dense(model, store)
+        self.fusion = fuse(model, self.step) if options.fuse else FusionReport()
+        self._attach_routers()
+        self.kv = KVPool(shape, options.ctx_size) if shape else None
+        self._no_mask = torch.zeros(1, 1, 1, 1)
+        self.load_seconds = time.perf_counter() - started
+        self.generation_config = _generation_config(store.path)
+        self._decode_ns = self._prefill_ns = 0
+        self._decode_tokens = self._prefill_tokens = 0
+
+    def _attach_experts(self) -> None:
+        blocks = moe_blocks(self.model)
+        pool_of_layer = {layer: pool for pool in self.store.pools for layer in pool.layers}
+        scratch, previous = Scratch(), None
+        for block in blocks:
+            pool = pool_of_layer.get(block.layer)
+            if pool is None:
+                raise StokerError("the store has no experts for this layer", where=f"{self.store.path}: {block.path}")
+            name, alpha, limit = activation_of(block.experts, block.path)
+            streamed = StreamedExperts(
+                layer=block.layer,
+                pool=pool.id,
+                pool_experts=pool.experts,
+                kernel=kernels.Experts(pool.layout, name, alpha=alpha, limit=limit),
+                residency=self.residency,
+                path=self.options.path,
+                step=self.step,
+                scratch=scratch,
+                recorder=self.recorder,
+            )
+            for parameter in list(block.experts._parameters):
+                block.experts._parameters[parameter] = None
+            block.experts.streamed = streamed
+            if previous is not None:
+                previous.next = streamed
+            previous = streamed
+
+    def _attach_routers(self) -> None:
+        """Let each layer's gate be asked early, where it needs the hidden state alone."""
+        for block in moe_blocks(self.model):
+            if block.router is not None and len(inspect.signature(block.router.forward).parameters) == 1:
+                block.experts.streamed.router = block.router
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def new_sequence(self) -> PagedSequence | CacheSequence:
+        """An empty sequence; close it to return its cache."""
+        return PagedSequence(self.kv) if self.kv is not None else CacheSequence(self.config)
+
+    def prefill(
+        self, sequence: PagedSequence | CacheSequence, ids: Sequence[int], on_chunk: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Append `ids` (at least one) to the sequence; float32 logits [V] after the last of them.
+
+        `on_chunk(tokens done)` is called between chunks; what it raises ends the prefill, and the sequence stays usable.
+        """
+        if not ids:
+            raise OptionError("there is no token to process", remedy="give a prompt")
+        self._check_room(sequence, len(ids))
+        started = time.perf_counter_ns()
+        self.step.phase = "prefill"
+        logits = torch.empty(0)
+        for first in range(0, len(ids), self.prefill_chunk):
+            part = list(ids[first : first + self.prefill_chunk])
+            logits = self._append(sequence, part, [len(part) - 1])
+            if on_chunk is not None and first + len(part) < len(ids):
+                on_chunk(first + len(part))
+        self._prefill_ns += time.perf_counter_ns() - started
+        self._prefill_tokens += len(ids)
+        return logits[0]
+
+    def decode(self, sequences: Sequence[PagedSequence | CacheSequence], ids: Sequence[int]) -> Tensor:
+        """One token for each sequence: ids [B] -> float32 logits [B, V]."""
+        for sequence in sequences:
+            self._check_room(sequence, 1)
+        started = time.perf_counter_ns()
+        self.step.phase = "decode"
+        if self.kv is not None:
+            for sequence in sequences:
+                sequence.reserve(1)  # type: ignore[union-attr]
+            logits = self._paged_step(list(sequences), [[token] for token in ids], list(range(len(ids))))
+            for sequence, token in zip(sequences, ids, strict=True):
+                sequence.append([token])
+        else:
+            logits = torch.cat([self._append(s, [token], [0]) for s, token in zip(sequences, ids, strict=True)])
+        self._decode_ns += time.perf_counter_ns() - started
+        self._decode_tokens += len(ids)
+        return logits
+
+    def _check_room(self, sequence: PagedSequence | CacheSequence, tokens: int) -> None:
+        if sequence.length + tokens > self.options.ctx_size:
+            raise OptionError(
+                "the prompt does not fit the context",
+                where="--ctx-size",
+                expected=f"at most {self.options.ctx_size} tokens",
+                got=sequence.length + tokens,
+                remedy="give a larger --ctx-size, or a shorter prompt",
+            )
+
+    def _append(self, sequence: PagedSequence | CacheSequence, ids: list[int], keep: list[int]) -> Tensor:
+        if isinstance(sequence, PagedSequence):
+            sequence.reserve(len(ids))
+            logits = self._paged_step([sequence], [ids], keep)
+        else:
+            logits = self._forward(torch.tensor([ids]), None, keep, cache=sequence.cache, use_cache=True)
+        sequence.append(ids)
+        return logits
+
+    def _paged_step(
+        self, sequences: list[Any], parts: list[list[int]], keep: list[int] | None, starts: list[int] | None = None
+    ) -> Tensor:
+        """Run the tokens of several sequences flat; their blocks must be reserved. Logits of the rows in `keep`."""
+        step, count = self.step, len(sequences)
+        assert self.kv is not None
+        step.kv_base = self.kv.base
+        widest = max(len(s.blocks) for s in sequences)
+        table = torch.zeros(count, widest, dtype=torch.int32)
+        for row, sequence in enumerate(sequences):
+            table[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+        step.block_table = table
+        positions = [s.length + i for s, part in zip(sequences, parts, strict=True) for i in range(len(part))]
+        owners = [row for row, part in enumerate(parts) for _ in part]
+        step.pos_of_token = torch.tensor(positions, dtype=torch.int32)
+        step.seq_of_token = torch.tensor(owners, dtype=torch.int32)
+        step.start_of_seq = torch.tensor(starts or [0] * count, dtype=torch.int32)
+        ids = torch.tensor([[token for part in parts for token in part]])
+        return self._forward(ids, torch.tensor([positions]), keep, attention_mask=self._no_mask, use_cache=False)
+
+    @torch.inference_mode()
+    def _forward(self, ids: Tensor, positions: Tensor | None, keep: list[int] | None, **kwargs: Any) -> Tensor:
+        vocabulary = self.config.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+            raise OptionError(
+                "a token id is outside the vocabulary",
+                expected=f"0 to {vocabulary - 1}",
+                got=(int(ids.min()), int(ids.max())),
+            )
+        self.step.index += 1
+        started = time.monotonic_ns()
+        rows: Any = 0 if keep is None else torch.tensor(keep)
+        logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
+        if self.recorder is not None:
+            phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
+            self.recorder.step(self.step.index, phase, ids.numel(), started, time.monotonic_ns(), 0)
+        return logits.squeeze(0) if keep is not None else logits
+
+    # ---- whole-sequence logits ---------------------------------------------------------------------------------------
+
+    def logits(self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None) -> Tensor:
+        """Teacher-forced logits: ids int64 [B, T] -> float32 [B, T, V].
+
+        attention_mask: 1 for real tokens; padding may stand on either side. Positions count from the left edge, as
+        transformers does when it is given a mask alone. Rows of padding tokens are meaningless.
+        """
+        if ids_BT.dim() != 2:
+            raise OptionError("logits needs ids of shape [B, T]", got=tuple(ids_BT.shape))
+        self.step.phase = "prefill"
+        if self.kv is None:
+            return self._forward(ids_BT, None, None, attention_mask=attention_mask_BT, use_cache=False)
+        return torch.stack(
+            [
+                self._sequence_logits(row, None if attention_mask_BT is None else attention_mask_BT[i])
+                for i, row in enumerate(ids_BT.tolist())
+            ]
+        )
+
+    def _sequence_logits(self, ids: list[int], mask: Tensor | None) -> Tensor:
+        start = 0 if mask is None or not bool(mask.any()) else int(mask.to(torch.int64).argmax())
+        sequence = self.new_sequence()
+        assert isinstance(sequence, PagedSequence)
+        self._check_room(sequence, len(ids))
+        parts = []
+        try:
+            for first in range(0, len(ids), self.prefill_chunk):
+                part = ids[first : first + self.prefill_chunk]
+                sequence.reserve(len(part))
+                parts.append(self._paged_step([sequence], [part], list(range(len(part))), [start]))
+                sequence.append(part)
+        finally:
+            sequence.close()
+        return torch.cat(parts)
+
+    # ---- account -----------------------------------------------------------------------------------------------------
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self.generation_config.get("eos_token_id")
+        if eos is None:
+            eos = self.config.eos_token_id
+        return tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
+
+    @property
+    def ctx_size(self) -> int:
+        return self.options.ctx_size
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def ledger(self) -> dict[str, Any]:
+        """The division of the budget, in bytes."""
+        return self.budget.as_dict()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since loading, with the names of DESIGN section 8, and the process's peak RSS in bytes."""
+        return self.residency.counters() | {
+            "prefill_tokens": self._prefill_tokens,
+            "prefill_ns": self._prefill_ns,
+            "decode_tokens": self._decode_tokens,
+            "decode_ns": self._decode_ns,
+            "load_seconds": self.load_seconds,
+            "prefill_chunk": self.prefill_chunk,
+            "path": self.options.path,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "fused": {
+                "attention": self.fusion.attention,
+                "norms": self.fusion.norms,
+                "routers": self.fusion.routers,
+                "left": self.fusion.left,
+            },
+        }
+
+    def close(self) -> None:
+        """Give everything back; the object is of no use afterwards."""
+        self.residency.close()
+        self.queue.close()
+        if self.kv is not None:
+            self.kv.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _generation_config(directory: FilePath) -> dict[str, Any]:
+    file = directory / "generation_config.json"
+    return json.loads(file.read_text()) if file.exists() else {}

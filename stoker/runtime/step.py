@@ -1,0 +1,31 @@
+"""What one step shares with the modules that run inside it: phase and the paged KV of the tokens' sequences.
+
+One object per Runtime, refilled before each forward. Modules read it; nothing here computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+
+
+def _empty() -> Tensor:
+    return torch.empty(0, dtype=torch.int32)
+
+
+@dataclass
+class StepContext:
+    """`block_table` int32 [B, M], `seq_of_token` and `pos_of_token` int32 [T], `start_of_seq` int32 [B]."""
+
+    phase: Phase = "prefill"
+    index: int = 0
+    kv_base: int = 0
+    block_table: Tensor = field(default_factory=_empty)
+    seq_of_token: Tensor = field(default_factory=_empty)
+    pos_of_token: Tensor = field(default_factory=_empty)
+    start_of_seq: Tensor = field(default_factory=_empty)
