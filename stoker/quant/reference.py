@@ -43,8 +43,8 @@ def quantize_rows(w_RC: Tensor, fmt: WeightFormat) -> Parts:
     """Store float [R, C] in `fmt`, in row layout.
 
     Affine groups run from their minimum to their maximum. The edge that is larger in magnitude becomes the bias, and
-    the scale is adjusted so that 0 is a code too (MLX's rule). Codes are the nearest to the *rounded* scale and bias, so
-    that no element is further than half a step away inside the representable range.
+    the scale is adjusted so that 0 is a code too (MLX's rule). Codes are the nearest to the *rounded* scale and bias,
+    so that no element is further than half a step away inside the representable range.
     """
     rows, cols = _shape(w_RC)
     if not fmt.fits(cols):
