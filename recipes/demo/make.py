@@ -2,11 +2,13 @@
 
     python -m recipes.demo.make DIR [--seed N] [--cache DIR]
 
-Order of work: fetch the dense model, look at its hidden states, fit the routers, write one shard a layer. Half-made output never
-stands under DIR's name. The weights are float32, because the source's 4-bit grid is exact in nothing smaller.
+Order of work: fetch the dense model, look at its hidden states, fit the routers, write one shard a layer. Half-made
+output never stands under DIR's name; a DIR that this very recipe made is left as it is. The weights are float32,
+because the source's 4-bit grid is exact in nothing smaller.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import time
@@ -17,30 +19,39 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, MixtralConfig
 
-from recipes.demo.routers import fit, mlp_inputs, passages
+from recipes.demo.routers import TEXT, fit, mlp_inputs, passages
 from recipes.demo.source import Source, fetch
 from recipes.demo.upcycle import expert_tensors
 
 EXPERTS = 8
 CHOSEN = 2
 SEED = 2
+STAMP = "recipe.sha256"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo MoE out of SmolLM2-135M-Instruct.")
     parser.add_argument("directory", type=Path, help="where to write the checkpoint (2.7 GB)")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where the downloaded source is kept (98 MB)")
+    parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where the download is kept (98 MB)")
     options = parser.parse_args()
     started = time.monotonic()
-    make(options.directory, options.cache, options.seed)
-    print(f"{options.directory}: made in {time.monotonic() - started:.0f} s")
+    if make(options.directory, options.cache, options.seed):
+        print(f"{options.directory}: made in {time.monotonic() - started:.0f} s")
 
 
-def make(directory: Path, cache: Path, seed: int = SEED) -> None:
-    """Write the checkpoint. Raises SystemExit where `directory` exists."""
+def make(directory: Path, cache: Path, seed: int = SEED) -> bool:
+    """Write the checkpoint; False where this recipe, with this seed, already did.
+
+    Raises SystemExit where `directory` exists and is not ours.
+    """
+    wanted = fingerprint(seed)
     if directory.exists():
-        raise SystemExit(f"{directory} exists; delete it to make the model again")
+        if not (directory / STAMP).exists():
+            raise SystemExit(f"{directory} exists and was not made by this recipe; name another directory or delete it")
+        if (directory / STAMP).read_text() == wanted:
+            return False
+        shutil.rmtree(directory)
     source = Source(fetch(cache))
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -48,7 +59,17 @@ def make(directory: Path, cache: Path, seed: int = SEED) -> None:
     source.write_tokenizer(partial)
     write_config(source, partial)
     write_weights(source, partial, fit_routers(source, partial, seed), seed)
+    (partial / STAMP).write_text(wanted)
     partial.rename(directory)
+    return True
+
+
+def fingerprint(seed: int) -> str:
+    """What the checkpoint depends on: this folder's code and text, and the seed."""
+    digest = hashlib.sha256(str(seed).encode())
+    for file in [*sorted(Path(__file__).parent.glob("*.py")), TEXT]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest() + "\n"
 
 
 def write_config(source: Source, directory: Path) -> None:
@@ -86,7 +107,8 @@ def write_weights(source: Source, directory: Path, routers: list[Tensor], seed: 
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     dense = source.state_dict(lambda name: ".mlp." not in name)
-    dense |= {f"model.layers.{layer}.block_sparse_moe.gate.weight": router_ED for layer, router_ED in enumerate(routers)}
+    for layer, router_ED in enumerate(routers):
+        dense[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = router_ED
     write(1, dense)
     for layer in range(len(routers)):
         gate_FD, up_FD, down_DF = (

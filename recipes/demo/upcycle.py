@@ -1,14 +1,14 @@
 """Sparse upcycling: one dense MLP becomes many experts, each the same function in another order of its neurons.
 
-The records of the experts then differ byte by byte, one put together from two experts computes nonsense, and a weighted mean of
-experts equals the dense MLP up to rounding. Arithmetic on tensors alone: knows no files, no model.
+The records of the experts then differ byte by byte, one put together from two experts computes nonsense, and a weighted
+mean of experts equals the dense MLP up to rounding. Arithmetic on tensors alone: knows no files, no model.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-NEURON_BLOCK = 32  # groups of the source's 4-bit format along the inputs of `down`: whole groups move, so its grid stays exact
+NEURON_BLOCK = 32  # the source's 4-bit groups along the inputs of `down`: they move whole, so that its grid stays exact
 
 
 def neuron_order(neurons: int, seed: int, layer: int, expert: int) -> Tensor:
