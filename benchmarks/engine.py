@@ -1,0 +1,194 @@
+"""The engine against its bounds and against llama.cpp, interleaved in one run, each worker in a memory cgroup, from cold.
+
+    python benchmarks/engine.py STORE --gguf FILE --llama-python PYTHON [--repeats 3] [--only NAME ...] [--quick]
+
+PYTHON is an interpreter with llama-cpp-python (built natively) installed. Needs root: cgroups, caches, read-ahead. Every round runs
+each cell once, so that drift of the machine falls on all alike; the device's own rate is measured in every round.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.bench.confine import read_ahead, run_confined
+from stoker.bench.provenance import spread, write_result
+
+GIB = 1 << 30
+BEST_READ_AHEAD_KIB = 128
+RESULT = Path(__file__).parent / "results" / "engine.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: an engine at a memory limit (GiB, None for resident) and a read-ahead."""
+
+    name: str
+    engine: str
+    limit_gib: float | None
+    read_ahead_kib: int | None = BEST_READ_AHEAD_KIB
+    decode: int = 24
+    prompt: int = 512
+    repeats: int | None = None
+    extra: tuple[str, ...] = ()
+
+
+def cells(quick: bool) -> list[Cell]:
+    tokens = 12 if quick else 24
+    found = []
+    for gib in (4, 8):
+        found += [
+            Cell(f"stoker {gib}GiB", "stoker", gib, decode=2 * tokens),
+            Cell(f"llama.cpp mmap {gib}GiB", "llama", gib, decode=tokens),
+            Cell(
+                f"llama.cpp mmap {gib}GiB default read-ahead",
+                "llama",
+                gib,
+                None,
+                decode=3,
+                prompt=8,
+                repeats=1,
+                extra=("--warmup", "1"),
+            ),
+        ]
+    found.append(Cell("stoker 3GiB", "stoker", 3, decode=tokens))
+    found.append(Cell("stoker resident", "stoker", None, decode=3 * tokens, extra=("--warm",)))
+    found.append(Cell("llama.cpp resident, repacked", "llama", None, decode=3 * tokens, extra=("--no-mmap",)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--gguf")
+    parser.add_argument("--llama-python")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--resident-memory", default="20GiB")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--device", default="vda")
+    parser.add_argument("--only", nargs="*", help="run only the cells whose name contains one of these")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    chosen = [c for c in cells(arguments.quick) if not arguments.only or any(word in c.name for word in arguments.only)]
+    if arguments.gguf is None or arguments.llama_python is None:
+        chosen = [c for c in chosen if c.engine == "stoker"]
+    runs: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in chosen}
+    rates: list[float] = []
+    for round_ in range(arguments.repeats):
+        rates.append(device_rate(arguments.store))
+        say(f"round {round_ + 1}: device {rates[-1] / 1e9:.2f} GB/s")
+        for cell in chosen:
+            if cell.repeats is not None and round_ >= cell.repeats:
+                continue
+            runs[cell.name].append(measure(cell, arguments))
+            last = runs[cell.name][-1]
+            say(
+                f"  {cell.name}: prefill {last['prefill_tok_s']:.2f} tok/s, decode {last['decode_tok_s']:.2f} tok/s, "
+                f"{last['decode_bytes_per_token'] / 1e6:.0f} MB/token, cgroup {last['cgroup_peak_bytes'] / GIB:.2f} GiB, "
+                f"RSS {last['rss_peak_bytes'] / GIB:.2f} GiB, {last['wall_s']:.0f} s"
+            )
+    rates.append(device_rate(arguments.store))
+    write_result(
+        arguments.out,
+        {
+            "device_bytes_per_s": spread(rates),
+            "cells": {name: summary(results) for name, results in runs.items() if results},
+            "runs": runs,
+        },
+    )
+    say(f"written to {arguments.out}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
+    worker = str(Path(__file__).parent / "workers.py")
+    model = arguments.store if cell.engine == "stoker" else arguments.gguf
+    python = sys.executable if cell.engine == "stoker" else arguments.llama_python
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(token_ids(cell.prompt, cell.decode + 4, arguments.vocabulary), file)
+        file.flush()
+        command = [
+            python,
+            worker,
+            cell.engine,
+            model,
+            "--ids",
+            file.name,
+            "--threads",
+            str(arguments.threads),
+            *cell.extra,
+        ]
+        if cell.engine == "stoker":
+            memory = f"{cell.limit_gib}GiB" if cell.limit_gib else arguments.resident_memory
+            command += ["--memory", memory]
+        limit = int(cell.limit_gib * GIB) if cell.limit_gib else None
+        with read_ahead(cell.read_ahead_kib, arguments.device):
+            return run_confined(command, limit)
+
+
+def token_ids(prompt: int, decode: int, vocabulary: int) -> dict[str, list[int]]:
+    """The same ids for every engine and every round."""
+    generator = random.Random(20261129)
+    return {
+        "prompt": [generator.randrange(vocabulary) for _ in range(prompt)],
+        "decode": [generator.randrange(vocabulary) for _ in range(decode)],
+    }
+
+
+def device_rate(store: str, seconds: float = 3.0) -> float:
+    """Bytes per second of direct record-sized reads of the store's own records, in random order, at depth 8."""
+    from stoker.native.io import Arena, ReadQueue
+    from stoker.store.reader import open_store
+
+    opened = open_store(store)
+    generator = random.Random(time.monotonic_ns())
+    depth, total = 8, 0
+    queue, size = ReadQueue(depth=depth), max(pool.layout.record_bytes for pool in opened.pools)
+    arena, files = Arena(depth * size), {}
+    started = time.perf_counter()
+    tickets: list[int] = []
+    while time.perf_counter() - started < seconds or tickets:
+        while len(tickets) < depth and time.perf_counter() - started < seconds:
+            pool = generator.choice(opened.pools)
+            extent = opened.record(pool.id, generator.randrange(pool.experts))
+            if extent.file not in files:
+                files[extent.file] = queue.open(extent.file)
+            slot = (total // size + len(tickets)) % depth
+            tickets.append(queue.submit(files[extent.file], extent.offset, extent.length, arena.address + slot * size))
+        queue.wait(tickets.pop(0))
+        total += size
+    elapsed = time.perf_counter() - started
+    queue.close()
+    return total / elapsed
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = (
+        "prefill_tok_s",
+        "decode_tok_s",
+        "decode_ms_median",
+        "decode_bytes_per_token",
+        "prefill_bytes",
+        "hit_rate",
+        "stall_ms_per_token",
+        "rss_peak_bytes",
+        "cgroup_peak_bytes",
+        "device_bytes",
+        "major_faults",
+        "load_s",
+    )
+    return {key: spread([r[key] for r in results]) for key in keys if all(r.get(key) is not None for r in results)}
+
+
+if __name__ == "__main__":
+    main()
