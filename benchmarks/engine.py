@@ -1,9 +1,10 @@
-"""The engine against its bounds and against llama.cpp, interleaved in one run, each worker in a memory cgroup, from cold.
+"""The engine against its bounds and against llama.cpp, interleaved, each worker in a memory cgroup, from cold.
 
     python benchmarks/engine.py STORE --gguf FILE --llama-python PYTHON [--repeats 3] [--only NAME ...] [--quick]
 
-PYTHON is an interpreter with llama-cpp-python (built natively) installed. Needs root: cgroups, caches, read-ahead. Every round runs
-each cell once, so that drift of the machine falls on all alike; the device's own rate is measured in every round.
+PYTHON is an interpreter with llama-cpp-python (built natively) installed. Needs root: cgroups, caches, read-ahead.
+Every round runs each cell once, so that drift of the machine falls on all alike; the device's own rate is measured
+in every round.
 """
 
 import argparse
@@ -91,7 +92,8 @@ def main() -> None:
             last = runs[cell.name][-1]
             say(
                 f"  {cell.name}: prefill {last['prefill_tok_s']:.2f} tok/s, decode {last['decode_tok_s']:.2f} tok/s, "
-                f"{last['decode_bytes_per_token'] / 1e6:.0f} MB/token, cgroup {last['cgroup_peak_bytes'] / GIB:.2f} GiB, "
+                f"{last['decode_bytes_per_token'] / 1e6:.0f} MB/token, "
+                f"cgroup {last['cgroup_peak_bytes'] / GIB:.2f} GiB, "
                 f"RSS {last['rss_peak_bytes'] / GIB:.2f} GiB, {last['wall_s']:.0f} s"
             )
     rates.append(device_rate(arguments.store))

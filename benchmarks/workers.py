@@ -1,7 +1,7 @@
 """One measurement in one process: `stoker` or `llama.cpp`, decode or prefill, on given token ids. Prints JSON.
 
-Started by benchmarks/engine.py inside a memory cgroup. Decode feeds the given ids one at a time, so that neither engine profits
-from repeated tokens; the first `--warmup` steps are not counted.
+Started by benchmarks/engine.py inside a memory cgroup. Decode feeds the given ids one at a time, so that neither
+engine profits from repeated tokens; the first `--warmup` steps are not counted.
 """
 
 import argparse

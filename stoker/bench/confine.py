@@ -1,4 +1,4 @@
-"""Runs a command inside a memory cgroup whose limit counts the page cache, from cold, and says what it took. Needs root.
+"""Runs a command in a memory cgroup whose limit counts the page cache, from cold, and says what it took. Needs root.
 
 Version 1 and 2 of the memory controller. Caches are dropped first: pages that others have cached are not charged to the
 group. Owns groups that it makes and removes them.
@@ -102,8 +102,7 @@ def run_confined(
         before, started = device_read_bytes(), time.monotonic()
         child = subprocess.run(
             command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             timeout=timeout_s,
             preexec_fn=group.join,

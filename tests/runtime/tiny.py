@@ -43,7 +43,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        _COMMON | {"intermediate_size": 96, "num_local_experts": 8, "sliding_window": None, "tie_word_embeddings": True},
+        _COMMON | {"intermediate_size": 96, "num_local_experts": 8, "sliding_window": None,
+                   "tie_word_embeddings": True},
     ),
     "olmoe": ("OlmoeConfig", _COMMON | {"intermediate_size": 32, "num_experts": 8}),
     "deepseek_v3": (
@@ -79,7 +80,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": _COMMON | _LINEAR | {
             "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 32,
             "num_experts": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-         "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}},
+         "vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                           "out_hidden_size": 64}},
     ),
 }  # fmt: skip
 
