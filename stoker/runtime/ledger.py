@@ -1,14 +1,14 @@
-"""The account of every byte that the process may hold, drawn up before anything heavy is loaded. Pure: no torch, no I/O.
+"""The account of every byte that the process may hold, drawn up before anything heavy is loaded. No torch, no I/O.
 
 `plan_memory` divides a budget, or refuses it with the numbers and the smallest budget that would do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from stoker.errors import BudgetError
+from stoker.residency.plan import PoolSize, split_evenly
 
 MIB = 1 << 20
 # What a running process takes beyond what is itemised: allocator slack, Python objects of a step, thread stacks.
@@ -22,11 +22,9 @@ def show(nbytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class PoolNeed:
-    """One pool: how many experts, bytes of a record, and how many a token needs at once over the pool's layers."""
+class PoolNeed(PoolSize):
+    """One pool, with how many of its experts a token needs at once."""
 
-    experts: int
-    record_bytes: int
     top_k: int
 
 
@@ -100,7 +98,7 @@ def _fixed(needs: Needs) -> int:
 
 
 def plan_memory(budget: int, needs: Needs) -> Ledger:
-    """Divide `budget` bytes. Raises BudgetError with the smallest budget, and the context that would fit, when it cannot."""
+    """Divide `budget` bytes. Raises BudgetError with the smallest budget that works and the context that would fit."""
     floor = floor_bytes(needs)
     if budget < floor:
         raise BudgetError(
@@ -124,7 +122,7 @@ def plan_memory(budget: int, needs: Needs) -> Ledger:
     record = max(pool.record_bytes for pool in needs.pools)
     spare = budget - floor
     ring = RING_FLOOR + min(RING_RECORDS - RING_FLOOR, spare // 4 // record)
-    slots = share_slots(budget - _fixed(needs) - ring * record, needs.pools)
+    slots = split_evenly(budget - _fixed(needs) - ring * record, needs.pools)
     if all(count == pool.experts for count, pool in zip(slots, needs.pools, strict=True)):
         ring = RING_FLOOR
     slots_bytes = sum(count * pool.record_bytes for count, pool in zip(slots, needs.pools, strict=True))
@@ -156,26 +154,3 @@ def _remedy(budget: int, floor: int, needs: Needs) -> str:
     spare = budget - (floor - needs.kv_bytes)
     tokens = spare // needs.kv_token_bytes // 64 * 64 if needs.kv_token_bytes else 0
     return advice + (f", or --ctx-size {tokens} or less" if tokens >= 64 else "")
-
-
-def share_slots(available: int, pools: Sequence[PoolNeed]) -> tuple[int, ...]:
-    """Slots per pool: the floor first, then one more for each pool in turn, never more than its experts."""
-    slots = [min(pool.top_k, pool.experts) for pool in pools]
-    left = available - sum(count * pool.record_bytes for count, pool in zip(slots, pools, strict=True))
-    while True:
-        open_pools = [i for i, pool in enumerate(pools) if slots[i] < pool.experts]
-        round_bytes = sum(pools[i].record_bytes for i in open_pools)
-        if not open_pools or left < min(pools[i].record_bytes for i in open_pools):
-            return tuple(slots)
-        turns = left // round_bytes
-        if turns:
-            step = min([turns] + [pools[i].experts - slots[i] for i in open_pools])
-            for i in open_pools:
-                slots[i] += step
-            left -= step * round_bytes
-            continue
-        for i in open_pools:
-            if left >= pools[i].record_bytes:
-                slots[i] += 1
-                left -= pools[i].record_bytes
-        return tuple(slots)
