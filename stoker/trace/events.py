@@ -1,7 +1,7 @@
 """What a trace records: the tables, their columns and units, and the Recorder that the engine calls.
 
-Owns the schema alone; writer.py and reader.py follow it. Knows nothing of torch, models or policies. docs/trace-format.md
-describes the same for readers that do not have stoker.
+Owns the schema alone; writer.py and reader.py follow it. Knows nothing of torch, models or policies.
+docs/trace-format.md describes the same for readers that do not have stoker.
 """
 
 from enum import IntEnum
@@ -34,7 +34,8 @@ TABLES: dict[str, tuple[str, ...]] = {
     "read": ("step", "pool", "expert", "class", "submit_ns", "start_ns", "end_ns", "bytes"),
     "evict": ("step", "pool", "expert"),
 }
-"""Integer tables, all columns int64, one row an event in the order of recording. `layer.route_start` points into `route`."""
+"""Integer tables, all columns int64, one row an event, in the order of recording. `layer.route_start` is an index into
+the route columns."""
 
 ROUTE_COLUMNS = {"route.experts": "int32", "route.weights": "float32"}
 """The routes of all layer rows one after the other: row i owns `tokens * k` entries from `route_start`, token-major."""
@@ -43,22 +44,20 @@ ROUTE_COLUMNS = {"route.experts": "int32", "route.weights": "float32"}
 class Recorder(Protocol):
     """What the engine calls while it runs; None stands for "off". Times are `time.monotonic_ns()`.
 
-    Every call copies what it is given and returns in microseconds. Calls may come from any thread that holds the GIL; the
-    calls of one step come between its predecessor's `step` and its own, so reads and evictions are counted to the step
-    that is running. Steps are numbered from 0 by the caller.
+    Every call copies what it is given and returns in microseconds. Calls may come from any thread that holds the GIL.
+    The calls of one step come between its predecessor's `step` and its own, so reads and evictions are counted to the
+    step that is running. Steps are numbered from 0 by the caller.
     """
 
     def layer(
         self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, hits: int, misses: int, wait_ns: int
     ) -> None:
-        """One MoE layer of one step. `experts_TK`: integers, `weights_TK`: floats or None (CPU tensors, arrays or lists).
+        """One MoE layer of one step. `experts_TK`: integers, `weights_TK`: floats (CPU tensors, arrays or lists).
 
         hits and misses count distinct experts of the step (the event), not tokens; wait_ns is the stall of its acquire.
         """
 
-    def read(
-        self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int
-    ) -> None:
+    def read(self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int) -> None:
         """One record read (or cancelled), once it is complete. `cls` is a ReadClass."""
 
     def evict(self, pool: int, expert: int) -> None:

@@ -1,7 +1,7 @@
 """ARC: two LRU lists, keys used once lately (T1) and more than once (T2), and the ghosts that each evicted (B1, B2).
 
-A miss that B1 remembers moves the target size of T1 up, one that B2 remembers moves it down. Megiddo and Modha, FAST 2003.
-All operations O(1) but for skipping protected keys.
+A miss that B1 remembers moves the target size of T1 up, one that B2 remembers moves it down. Megiddo and Modha,
+FAST 2003. All operations O(1) but for skipping protected keys.
 """
 
 from collections import OrderedDict
@@ -13,10 +13,14 @@ Queue = OrderedDict[Hashable, None]
 
 
 class ARC(Policy):
+    """Where the list that should shrink holds protected keys only, the other list gives one up; with `bypass`, the
+    newcomer is served and not kept instead (`admit` returns it): only for callers with scratch slots of their own."""
+
     name = "arc"
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, bypass: bool = False) -> None:
         super().__init__(capacity)
+        self.bypasses = bypass
         self.resident: dict[Hashable, Queue] = {}  # key -> the list that holds it
         self._t1: Queue = OrderedDict()  # oldest use first
         self._t2: Queue = OrderedDict()
@@ -41,8 +45,9 @@ class ARC(Policy):
         assert key not in self.resident, f"{key!r} is resident already"
         self._adapt(key)
         victim = self._evict(key, protected) if len(self.resident) >= self.capacity else None
-        self._insert(key)
-        self._trim_ghosts()
+        if victim != key:
+            self._insert(key)
+            self._trim_ghosts()
         return victim
 
     def remove(self, key: Hashable) -> None:
@@ -71,6 +76,10 @@ class ARC(Policy):
                     self.remove(key)
                     ghosts[key] = None
                     return key
+            if self.bypasses and incoming is not None:
+                self._b1.pop(incoming, None)
+                self._b2.pop(incoming, None)
+                return incoming
         raise all_protected(len(self.resident), protected)
 
     def _insert(self, key: Hashable) -> None:

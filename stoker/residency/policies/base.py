@@ -1,7 +1,7 @@
 """What a cache policy is: it decides which resident key leaves when another must come in.
 
-Knows keys only: no clock, no I/O, no torch, no model. The engine and the simulator run the same objects. One event is one
-(step, pool) with the set of keys that it needs: hits are taken against the residents before the event, then
+Knows keys only: no clock, no I/O, no torch, no model. The engine and the simulator run the same objects. One event is
+one (step, pool) with the set of keys that it needs: hits are taken against the residents before the event, then
 `touch(all keys)`, then `admit` for each miss with `protected` = the event's keys (event-atomic replay).
 """
 
@@ -13,10 +13,11 @@ from stoker.errors import BudgetError, OptionError
 
 
 class Policy(ABC):
-    """Residents of one cache of `capacity` keys. `resident` holds exactly the resident keys, for fast membership tests."""
+    """Residents of one cache of `capacity` keys. `resident` holds exactly the resident keys, for fast membership
+    tests."""
 
     name: ClassVar[str]
-    bypasses: ClassVar[bool] = False
+    bypasses: bool = False
     """True where `admit(key)` may return `key` itself: it was served but not kept."""
 
     resident: Any  # a dict (ordered or not) whose keys are the resident keys

@@ -1,4 +1,4 @@
-"""Least frequently and recently used: the smallest `uses / (age + 1)` leaves, age in events of this cache since the last use.
+"""Least frequently and recently used: the smallest `uses / (age + 1)` leaves; age: events of this cache since the use.
 
 The order changes with time, so residents are ranked anew in each event that evicts (one vectorised sort); further
 evictions of the same event walk on along that ranking. Uses are never reset and outlive residency.

@@ -1,6 +1,6 @@
 """Least frequently used: the key with the fewest uses ever leaves; among equals the one used longest ago.
 
-Counts are never reset and outlive residency, so old favourites linger: the textbook weakness, kept as a reference point.
+Counts are never reset and outlive residency, so old favourites linger: a known weakness, kept as a reference point.
 """
 
 from collections.abc import Hashable, Sequence

@@ -1,8 +1,8 @@
 """S3-FIFO: a small queue for newcomers, a main queue for what proved itself, a ghost queue of keys that failed.
 
-Small holds about a tenth of the slots. A use raises a key's 2-bit counter. What leaves small moves to main when its counter
-is above 1, else it leaves the cache and is remembered as a ghost; a ghost that returns goes straight to main. What
-reaches the end of main goes round again while its counter is above 0. Yang et al., SOSP 2023. Amortised O(1).
+Small holds about a tenth of the slots. A use raises a key's 2-bit counter. What leaves small moves to main when its
+counter is above 1, else it leaves the cache and is remembered as a ghost; a ghost that returns goes straight to main.
+What reaches the end of main goes round again while its counter is above 0. Yang et al., SOSP 2023. Amortised O(1).
 """
 
 from collections import OrderedDict

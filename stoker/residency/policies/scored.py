@@ -1,7 +1,7 @@
 """Residents ranked by a score that only ever grows: the shared part of LFU and decayed LFU.
 
-A heap holds one lower bound for each resident (its score when it was last looked at). Touching raises the score and leaves
-the heap alone; evicting refreshes bounds until the top one is true. Amortised O(log n).
+A heap holds one lower bound for each resident (its score when it was last looked at). Touching raises the score and
+leaves the heap alone; evicting refreshes bounds until the top one is true. Amortised O(log n).
 """
 
 from abc import abstractmethod

@@ -1,7 +1,7 @@
 """A fixed set of hot keys that never leave, chosen beforehand by popularity: the baseline that LRU beats.
 
-Other keys pass through `transient` slots, first in first out; with none, they are served and not kept (`admit` returns the key
-itself, which only a caller with scratch slots of its own can use: the simulator).
+Other keys pass through `transient` slots, first in first out; with none, they are served and not kept (`admit` returns
+the key itself, which only a caller with scratch slots of its own can use: the simulator).
 """
 
 from collections import OrderedDict
@@ -33,10 +33,6 @@ class Static(Policy):
         self._transient: OrderedDict[Hashable, None] = OrderedDict()
         self._choose_hot()
 
-    @property
-    def bypasses(self) -> bool:  # type: ignore[override]
-        return self._transient_slots == 0
-
     def touch(self, keys: Sequence[Hashable]) -> None:
         """The set was fixed beforehand."""
 
@@ -67,6 +63,7 @@ class Static(Policy):
 
     def _choose_hot(self) -> None:
         self._hot = frozenset(self._ranking[: self.capacity - self._transient_slots])
+        self.bypasses = self._transient_slots == 0
 
     def _evict(self, incoming: Hashable | None, protected: Collection[Hashable]) -> Hashable:
         for key in self._transient:
