@@ -44,7 +44,16 @@ class StoreError(StokerError):
 
 
 class ReadError(StokerError):
-    """A read that failed or came short. Nothing is computed from its slot."""
+    """A read that failed or came short. Nothing is computed from its slot.
+
+    errno: 0 when the file ended early. offset, length (bytes), tag: None when the file could not be opened at all.
+    """
+
+    errno: int = 0
+    path: str = ""
+    offset: int | None = None
+    length: int | None = None
+    tag: int | None = None
 
 
 class BudgetError(StokerError):
