@@ -1,0 +1,207 @@
+"""Residency: which experts are in memory. The door to the slots, the read queue and the four paths.
+
+Owns the arena and decides which path serves a call; knows pools and experts, no model and no arithmetic. Single-threaded: every
+call comes from the thread that runs the steps. A path never changes the bytes that are handed out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from stoker.errors import OptionError, StokerError
+from stoker.ids import Extent
+from stoker.native.io import Arena, ReadQueue
+from stoker.residency.counters import Counters, ratios
+from stoker.residency.exact import ExactSlots, Scratch
+from stoker.residency.hot import HotSlots
+from stoker.residency.kept import KeptSlots
+from stoker.residency.lease import Lease
+from stoker.residency.plan import PoolSize, plan_slots
+from stoker.residency.policies import Policy, make_policy
+from stoker.residency.reads import Reads
+from stoker.residency.ring import Ahead, Ring, RingHome, StreamLease
+from stoker.residency.slots import NO_TICKET, Cutter, Slot
+from stoker.residency.staged import StagedSlots
+from stoker.residency.warm import warm
+from stoker.trace.events import Recorder
+
+
+class StoreLike(Protocol):
+    """What residency needs of a store: `pools[p].experts`, `pools[p].layout.record_bytes`, and where records lie."""
+
+    pools: Any
+
+    def record(self, pool: int, expert: int) -> Extent: ...
+
+
+class Residency:
+    """`path`: how acquire serves experts. `auto` means hot; stream is there on every path.
+
+    slots: slots per pool (a list, or one number for each), or instead arena_bytes: the whole arena, ring included.
+    policy (hot only): a name of `policies.POLICIES`, or a callable from a capacity to a Policy; one policy a pool.
+    ring_records: slots of the whole_layer ring, each as long as the longest record; ring_depth: records read ahead in it.
+    """
+
+    def __init__(
+        self,
+        store: StoreLike,
+        queue: ReadQueue,
+        *,
+        path: str = "hot",
+        slots: int | Sequence[int] | None = None,
+        arena_bytes: int | None = None,
+        policy: str | Callable[[int], Policy] = "lru",
+        ring_records: int | None = None,
+        ring_depth: int | None = None,
+        huge_pages: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        sizes = [PoolSize(pool.experts, pool.layout.record_bytes) for pool in store.pools]
+        if not sizes:
+            raise OptionError("a store without experts has nothing to keep", where="store")
+        self.plan = plan_slots(path, sizes, slots=slots, arena_bytes=arena_bytes, ring_records=ring_records)
+        self.path = path
+        self.tally = Counters()
+        self.arena = Arena(self.plan.total_bytes, huge_pages=huge_pages)
+        self._reads = Reads(store, queue, self.tally, recorder)
+        cutter = Cutter(self.arena)
+        kept = [cutter.cut(count, size.record_bytes) for count, size in zip(self.plan.kept, sizes, strict=True)]
+        scratch = cutter.cut(self.plan.scratch, self.plan.largest_bytes)
+        ring = cutter.cut(self.plan.ring, self.plan.largest_bytes)
+        self._slots: list[Slot] = [slot for group in [*kept, scratch, ring] for slot in group]
+        self._ring = Ring(ring, self._reads, ring_depth or len(ring))
+        self._kept = _kept_slots(path, sizes, kept, self._reads, policy)
+        self._homes: Sequence[Any] = self._kept or _passing_homes(path, sizes, scratch, self._reads, self._ring)
+        self._closed = False
+
+    # The one place that waits.
+
+    def acquire(self, pool: int, experts: Sequence[int]) -> Lease | StreamLease:
+        """A lease on `experts` (unique ids) of `pool`: hits pinned, misses being read, each record once. Never waits itself.
+
+        With more experts than slots the lease goes in waves. Use it as a context manager, or release it.
+        """
+        return self._homes[pool].acquire(experts)
+
+    def stream(
+        self, pool: int, experts: Sequence[int], *, read_ahead: Ahead | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """whole_layer: (position in `experts`, slot address) of every expert once, ascending by expert id.
+
+        Experts that are resident are used where they are; all others go through the ring, and nothing leaves the decode set.
+        `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts, kept in the ring, used
+        by that pool's stream; what it does not need is waste. An address is valid until the next item is asked for.
+        Raises ReadError naming pool and expert; streaming again is a valid retry.
+        """
+        self._check_open()
+        ahead_kept = self._kept[read_ahead[0]] if read_ahead and self._kept else None
+        return self._ring.stream(pool, experts, self._kept[pool] if self._kept else None, read_ahead, ahead_kept)
+
+    # Ahead of demand.
+
+    def prefetch(self, pool: int, experts: Sequence[int], deadline_ns: int = 0) -> int:
+        """hot: start reading `experts` below demand into slots that are free or may leave; how many reads were started.
+
+        A read that has not started at `deadline_ns` (of time.monotonic_ns; 0: never) is dropped. Nothing pinned leaves for it.
+        """
+        return self._kept_of(pool, "prefetch").prefetch(experts, deadline_ns)
+
+    def cancel_prefetches(self, pool: int) -> int:
+        """Give up the prefetches of a pool that have not started; returns how many."""
+        return self._kept_of(pool, "cancel_prefetches").cancel_prefetches()
+
+    def stage(self, pool: int, experts: Sequence[int]) -> int:
+        """staged: fill the pool's next buffer with `experts`; how many of them are there or under way now."""
+        slots = self._kept_of(pool, "stage")
+        if not isinstance(slots, StagedSlots):
+            raise OptionError("only the staged path has buffers to stage", where="stage", got=f"path {self.path}")
+        return slots.stage(experts)
+
+    def warm(self) -> int:
+        """Read every expert of every pool that has a slot for each, in the order in which they lie on disk.
+
+        Returns how many records were read. Raises ReadError.
+        """
+        self._check_open()
+        return warm(self._kept, self._reads) if self._kept else 0
+
+    # What there is.
+
+    def slots(self, pool: int) -> int:
+        """How many experts of the pool can be in memory at once for one acquire."""
+        return self.plan.kept[pool] or self.plan.scratch or self.plan.ring
+
+    def resident(self, pool: int) -> set[int]:
+        """The experts of the pool that stay in memory between steps and are whole now."""
+        return self._kept[pool].resident() if self._kept else set()
+
+    def counters(self) -> dict[str, int | float]:
+        """Counts since the start, with hit_rate, byte_hit_rate, on_time_ratio and waste_ratio."""
+        counts = self.tally.snapshot()
+        return {**counts, **ratios(counts)}
+
+    def close(self) -> None:
+        """Cancel what has not started, wait for what has, and free the arena. Idempotent; the queue stays open."""
+        if self._closed:
+            return
+        self._closed = True
+        under_way = [slot for slot in self._slots if slot.ticket != NO_TICKET and not self._reads.cancel(slot)]
+        for slot in under_way:
+            with suppress(StokerError):
+                self._reads.finish(slot)
+        self._homes = _Closed()
+        self.arena.close()
+
+    def __enter__(self) -> "Residency":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StokerError("this residency is closed", where="residency")
+
+    def _kept_of(self, pool: int, what: str) -> KeptSlots:
+        self._check_open()
+        if not self._kept:
+            raise OptionError(f"{what} needs slots that keep experts", where=what, got=f"path {self.path}")
+        return self._kept[pool]
+
+
+class _Closed(Sequence[Any]):
+    """Stands where the homes were, so that an acquire after close is refused at no cost before."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise StokerError("this residency is closed", where="residency")
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _kept_slots(
+    path: str, sizes: Sequence[PoolSize], kept: list[list[Slot]], reads: Reads, policy: str | Callable[[int], Policy]
+) -> list[HotSlots] | list[StagedSlots]:
+    """One per pool on the paths that keep experts between steps, else none."""
+    pools = list(enumerate(zip(sizes, kept, strict=True)))
+    if path == "staged":
+        return [StagedSlots(pool, size.experts, slots, reads) for pool, (size, slots) in pools]
+    if path in ("auto", "hot"):
+        return [
+            HotSlots(pool, size.experts, slots, reads, _policy(policy, len(slots))) for pool, (size, slots) in pools
+        ]
+    return []
+
+
+def _policy(policy: str | Callable[[int], Policy], capacity: int) -> Policy:
+    return make_policy(policy, capacity) if isinstance(policy, str) else policy(capacity)
+
+
+def _passing_homes(
+    path: str, sizes: Sequence[PoolSize], scratch: list[Slot], reads: Reads, ring: Ring
+) -> Sequence[ExactSlots] | Sequence[RingHome]:
+    """One per pool on the paths that keep nothing between steps."""
+    if path == "whole_layer":
+        return [RingHome(pool, ring) for pool in range(len(sizes))]
+    shared = Scratch(scratch, reads)
+    return [ExactSlots(pool, size.record_bytes, shared) for pool, size in enumerate(sizes)]

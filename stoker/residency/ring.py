@@ -1,0 +1,276 @@
+"""The whole_layer path: every needed expert of a layer once, in ascending id, through a ring of slots read ahead.
+
+Experts that are resident anyway are used where they are and nothing of the decode set leaves. While the tail of one layer and the
+attention of the next are computed, the ring fills with the next pool's experts. Owns the ring; must not know policies.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from stoker.errors import ReadError, StokerError
+from stoker.residency.exact import Scratch
+from stoker.residency.kept import KeptSlots
+from stoker.residency.lease import Arrival, no_room
+from stoker.residency.reads import Reads
+from stoker.residency.slots import NO_TICKET, Slot
+from stoker.trace.events import ReadClass
+
+Ahead = tuple[int, Sequence[int]]  # a pool and experts that its next stream will probably need
+
+
+class StreamPin:
+    """Holds the experts that a stream uses in their resident slots until each was handed out."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        self.experts = experts
+        self.retired: set[int] = set()
+
+
+class Ring:
+    """`depth`: reads started and not consumed yet, at most; never more than the ring has slots."""
+
+    def __init__(self, slots: list[Slot], reads: Reads, depth: int) -> None:
+        self.reads = reads
+        self.depth = min(depth, len(slots))
+        self._scratch = Scratch(slots, reads)
+        self._held: dict[tuple[int, int], Slot] = {}  # (pool, expert) -> slot, whole or being read
+        self._layer: Layer | None = None  # the stream that goes through the ring now
+
+    def stream(
+        self,
+        pool: int,
+        experts: Sequence[int],
+        kept: KeptSlots | None,
+        ahead: Ahead | None,
+        ahead_kept: KeptSlots | None,
+    ) -> Iterator[tuple[int, int]]:
+        """(position in `experts`, slot address), ascending by expert; an address is valid until the next item is asked for.
+
+        `kept` holds the decode set of the pool, if there is one, `ahead_kept` that of the pool in `ahead`.
+        Raises ReadError naming pool and expert; everything stays usable, and streaming again is a valid retry.
+        """
+        return Layer(self, pool, experts, kept, ahead, ahead_kept).run()
+
+    # What a layer asks of the ring.
+
+    def enter(self, layer: "Layer") -> None:
+        """One stream at a time: a new one takes over from one that was left unfinished."""
+        if self._layer is not None:
+            self._layer.leave()
+        self._layer = layer
+
+    def check(self, layer: "Layer") -> None:
+        if self._layer is not layer:
+            raise StokerError("another stream began before this one was finished", where=f"pool {layer.pool}")
+
+    def find(self, pool: int, expert: int) -> Slot | None:
+        return self._held.get((pool, expert))
+
+    def start(self, pool: int, expert: int, *, prefetch: bool, wait: bool = False) -> Slot | None:
+        """Begin to read an expert; None when the ring is full (with `wait`: full of records that are wanted)."""
+        if not wait and len(self._held) >= self.depth:
+            return None
+        slot = self._scratch.take_or_wait() if wait else self._scratch.take()
+        if slot is None:
+            return None
+        try:
+            self.reads.start(slot, pool, expert, ReadClass.PREFETCH if prefetch else ReadClass.STREAM)
+        except BaseException:
+            self._scratch.give_back(slot)
+            raise
+        self._held[pool, expert] = slot
+        return slot
+
+    def consumed(self, slot: Slot) -> None:
+        del self._held[slot.pool, slot.expert]
+        self._scratch.give_back(slot)
+
+    def discard(self, slot: Slot) -> None:
+        """A record that is not wanted any more, whole or not."""
+        del self._held[slot.pool, slot.expert]
+        if slot.ticket != NO_TICKET:
+            self._scratch.give_up(slot)
+            return
+        if slot.ahead:
+            self.reads.wasted(slot)
+        self._scratch.give_back(slot)
+
+    def keep_only(self, pool: int, experts: set[int]) -> None:
+        """Discard what was read ahead and is not needed by the stream of `pool` that begins."""
+        for slot in list(self._held.values()):
+            if slot.pool != pool or slot.expert not in experts:
+                self.discard(slot)
+
+    def last_held(self, pool: int) -> Slot | None:
+        """The slot whose record is needed last: another pool's first, then the largest expert."""
+        return max(self._held.values(), key=lambda slot: (slot.pool != pool, slot.expert), default=None)
+
+    def claim(self, slot: Slot) -> bool:
+        """A stream needs a record that was read ahead, whole or not. False: its read failed or expired, and the slot is free."""
+        if slot.ticket != NO_TICKET:
+            if not self.reads.over(slot):
+                if slot.ahead:
+                    self.reads.promote(slot)
+                return True
+            try:
+                whole = self.reads.finish(slot)
+            except ReadError:  # nobody had asked for it yet: it is simply not there
+                whole = False
+            if not whole:
+                self.consumed(slot)
+                return False
+        if slot.ahead:
+            self.reads.used(slot)
+        return True
+
+    def finish(self, slot: Slot) -> None:
+        """Wait for a slot of the ring; a failed read frees it."""
+        while slot.ticket != NO_TICKET:
+            self.reads.first([slot])
+            try:
+                if not self.reads.finish(slot):
+                    self.reads.start(slot, slot.pool, slot.expert, ReadClass.STREAM)
+            except ReadError:
+                self.consumed(slot)
+                raise
+
+
+class Layer:
+    """One pass through the ring."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        pool: int,
+        experts: Sequence[int],
+        kept: KeptSlots | None,
+        ahead: Ahead | None,
+        ahead_kept: KeptSlots | None,
+    ) -> None:
+        self.ring, self.pool, self.experts, self.kept = ring, pool, experts, kept
+        self.counters = ring.reads.counters
+        self.record_bytes = ring.reads.extent(pool, experts[0])[2] if experts else 0
+        self.pin = StreamPin(experts)
+        self.plan: deque[int] = deque()  # experts still to be read, ascending
+        self.ahead_pool = ahead[0] if ahead else -1
+        self.ahead_plan = deque(sorted(ahead[1])) if ahead else deque()
+        self.ahead_kept = ahead_kept
+
+    def run(self) -> Iterator[tuple[int, int]]:
+        order = sorted(range(len(self.experts)), key=self.experts.__getitem__)
+        self.ring.enter(self)
+        try:
+            self._sort_out()
+            for position in order:
+                self._read_on()
+                expert = self.experts[position]
+                yield position, self._whole(expert)
+                self.ring.check(self)
+                self._give_back(expert)
+            self._read_on()
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        if self.kept is not None:
+            self.kept.end(self.pin)
+
+    def _sort_out(self) -> None:
+        """Which experts are resident, which were read ahead, which must be read. Counts the demand."""
+        if self.kept is not None:
+            self.kept.pins.append(self.pin)
+        needed = sorted(self.experts)
+        self.ring.keep_only(self.pool, set(needed))
+        hits = sum(self._is_whole(expert) for expert in needed)
+        self.counters.demanded(hits, len(needed) - hits, self.record_bytes)
+
+    def _is_whole(self, expert: int) -> bool:
+        slot = self.ring.find(self.pool, expert)
+        if self.kept is not None and expert in self.kept.held:
+            whole = self.kept.demand(expert)
+            if expert in self.kept.held:
+                if slot is not None:
+                    self.ring.discard(slot)  # there twice: read ahead, and by the hot path since
+                return whole
+        if slot is not None and self.ring.claim(slot):
+            return slot.ticket == NO_TICKET
+        self.plan.append(expert)
+        return False
+
+    def _read_on(self) -> None:
+        """Keep the ring full: first this layer's experts, then the next pool's."""
+        while self.plan and self.ring.start(self.pool, self.plan[0], prefetch=False):
+            self.plan.popleft()
+        while self.ahead_plan and not self.plan:
+            expert = self.ahead_plan[0]
+            resident = self.ahead_kept is not None and expert in self.ahead_kept.held
+            there = resident or self.ring.find(self.ahead_pool, expert) is not None
+            if not there and not self.ring.start(self.ahead_pool, expert, prefetch=True):
+                return
+            self.ahead_plan.popleft()
+
+    def _whole(self, expert: int) -> int:
+        """The address of the expert, after waiting for it if need be."""
+        if self.kept is not None and expert in self.kept.held and expert not in self.plan:
+            return self.kept.await_whole(expert)
+        slot = self.ring.find(self.pool, expert) or self._read_now(expert)
+        self.ring.finish(slot)
+        return slot.address
+
+    def _read_now(self, expert: int) -> Slot:
+        """The ring is full of later experts (its read-ahead guessed past this one): the last of them gives way."""
+        assert self.plan and self.plan[0] == expert, "experts are read in order"
+        slot = self.ring.start(self.pool, expert, prefetch=False, wait=True)
+        while slot is None:
+            last = self.ring.last_held(self.pool)
+            if last is None:
+                raise no_room(self.pool, 0, 0)
+            if last.pool == self.pool:
+                insort(self.plan, last.expert)
+            self.ring.discard(last)
+            slot = self.ring.start(self.pool, expert, prefetch=False, wait=True)
+        self.plan.popleft()
+        return slot
+
+    def _give_back(self, expert: int) -> None:
+        self.pin.retired.add(expert)
+        slot = self.ring.find(self.pool, expert)
+        if slot is not None:
+            self.ring.consumed(slot)
+
+
+class RingHome:
+    """Acquire on the whole_layer path: a lease that hands out one expert after the other, as the stream does."""
+
+    def __init__(self, pool: int, ring: Ring) -> None:
+        self._pool, self._ring = pool, ring
+
+    def acquire(self, experts: Sequence[int]) -> "StreamLease":
+        return StreamLease(self._ring.stream(self._pool, experts, None, None, None))
+
+
+class StreamLease:
+    """A Lease in its outward form; each address is valid until the next item is asked for."""
+
+    in_waves = True
+    all_present = False
+
+    def __init__(self, stream: Iterator[tuple[int, int]]) -> None:
+        self._stream: Iterator[tuple[int, int]] | None = stream
+
+    def __enter__(self) -> "StreamLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def arrivals(self) -> Iterator[Arrival]:
+        for position, address in self._stream or ():
+            yield [position], [address]
+
+    def release(self) -> None:
+        """Give up what has not been handed out; idempotent."""
+        if self._stream is not None:
+            self._stream.close()  # type: ignore[attr-defined]
+            self._stream = None
