@@ -1,5 +1,6 @@
 #include "kernels/activations.h"
 
+#include <atomic>
 #include <new>
 
 #include "kernels/dispatch.h"
@@ -29,16 +30,28 @@ void encode_row(Encoding e, const float* x, int64_t cols, char* data, int64_t to
   kernels().encode_row(e, x, cols, data, tokens, token);
 }
 
-void Scratch::Free::operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+namespace {
+std::atomic<int64_t> all_scratch_bytes{0};
+}
+
+int64_t scratch_bytes() { return all_scratch_bytes.load(std::memory_order_relaxed); }
 
 char* Scratch::reserve(int64_t nbytes) {
   if (nbytes > capacity_) {
-    data_.reset();
-    capacity_ = 0;
-    data_.reset(static_cast<char*>(::operator new(static_cast<size_t>(nbytes), std::align_val_t{64})));
+    release();
+    data_ = static_cast<char*>(::operator new(static_cast<size_t>(nbytes), std::align_val_t{64}));
     capacity_ = nbytes;
+    all_scratch_bytes.fetch_add(nbytes, std::memory_order_relaxed);
   }
-  return data_.get();
+  return data_;
+}
+
+void Scratch::release() {
+  if (!data_) return;
+  ::operator delete(data_, std::align_val_t{64});
+  all_scratch_bytes.fetch_sub(capacity_, std::memory_order_relaxed);
+  data_ = nullptr;
+  capacity_ = 0;
 }
 
 void Activations::prepare(Encoding encoding, int64_t tokens, int64_t cols) {

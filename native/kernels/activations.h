@@ -10,7 +10,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "kernels/matrix.h"
 
@@ -45,16 +44,22 @@ struct EncodedRows {
 // Encodes `cols` columns of one row, from column unit * unit_cols on, into the records of `token` in `data`.
 void encode_row(Encoding e, const float* x, int64_t cols, char* data, int64_t tokens, int64_t token);
 
-// Grows, never shrinks; 64-byte aligned; contents are not kept.
+// Grows, never shrinks; 64-byte aligned; contents are not kept. scratch_bytes() is what all of them hold, for the ledger.
+int64_t scratch_bytes();
+
 class Scratch {
  public:
+  Scratch() = default;
+  ~Scratch() { release(); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
   char* reserve(int64_t nbytes);
-  char* data() const { return data_.get(); }
+  char* data() const { return data_; }
   int64_t nbytes() const { return capacity_; }
 
  private:
-  struct Free { void operator()(char* p) const; };
-  std::unique_ptr<char, Free> data_;
+  void release();
+  char* data_ = nullptr;
   int64_t capacity_ = 0;
 };
 

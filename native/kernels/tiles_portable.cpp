@@ -47,7 +47,7 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
       const char* record = x + g * unit_stride + t * record_bytes;
       const float* header = reinterpret_cast<const float*>(record);
       const int8_t* codes = reinterpret_cast<const int8_t*>(record + 4 + 4 * blocks);
-      float term[kLanes];
+      float term[kLanes] = {};
       for (int b = 0; b < blocks; ++b) {
         int32_t sums[kLanes];
         block_sums<BITS>(words + b * block_words * kLanes, codes + b * kBlock, sums);
