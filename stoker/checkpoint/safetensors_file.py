@@ -84,7 +84,8 @@ def pread(file: Path, offset: int, nbytes: int, *, what: str, error: type[Stoker
                 if count == 0:
                     raise error(f"the file ends inside {what}", where=str(file), expected=nbytes, got=done)
                 done += count
-            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)  # read once: leave no page cache behind
+            if hasattr(os, "posix_fadvise"):  # read once: leave no page cache behind
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
     except OSError as problem:

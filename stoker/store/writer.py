@@ -5,11 +5,9 @@ the journal after a sync; a whole file is renamed; the manifest comes when every
 after any interruption, it continues and the result is the same bytes. Knows nothing of checkpoints or arithmetic.
 """
 
-import errno
 import fcntl
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from stoker.errors import DiskSpaceError, StoreError
+from stoker.errors import StoreError
 from stoker.ids import ExpertKey
 from stoker.store import manifest as manifest_file
+from stoker.store.disk import PARTIAL, disk_errors, pwrite, replace_file, require_room, sync_data, sync_directory
 from stoker.store.files import FilePlan, dense_parts, lay_out, part_name, record_name
 from stoker.store.manifest import Manifest
 
 JOURNAL = "pack.journal"
-PARTIAL = ".partial"
 SYNC_BYTES = 256 << 20
 QUEUED_WRITES = 2  # buffers waiting for the disk; bounds memory
 
@@ -86,8 +84,8 @@ class StoreWriter:
         return sum(self.files[self._file_of[tensor]].spans[tensor][1] for tensor in tensors)
 
     def check_room(self) -> None:
-        """Refuse when the disk cannot hold what is still to be written."""
-        check_room(self.path, self.files)
+        """Raise DiskSpaceError when the disk cannot hold what is still to be written."""
+        require_room(self.path, bytes_needed(self.path, self.files))
 
     def write_record(self, key: ExpertKey, record: Buffer) -> None:
         """Queue one whole record. Errors of earlier writes surface here or in `finish`."""
@@ -105,11 +103,11 @@ class StoreWriter:
         self._drain(0)
         self._sync()
         for name, content in side_files.items():
-            _replace(self.path / name, content)
+            replace_file(self.path / name, content)
         manifest = self._manifest(side_files, notes)
-        _replace(self.path / manifest_file.NAME, manifest.dumps().encode())
+        replace_file(self.path / manifest_file.NAME, manifest.dumps().encode())
         (self.path / JOURNAL).unlink()
-        _sync_directory(self.path)
+        sync_directory(self.path)
         return manifest
 
     def close(self) -> None:
@@ -132,12 +130,12 @@ class StoreWriter:
         file = self._file(self._file_of[next(iter(tensors.values()))])
         cursors = {part: file.plan.spans[tensor][0] for part, tensor in tensors.items()}
         sums = dict.fromkeys(tensors, 0)
-        with _disk_errors(self.path / file.plan.name):
+        with disk_errors(self.path / file.plan.name):
             for chunk in chunks:
                 for part, data in chunk.items():
                     view = memoryview(data).cast("B")
                     sums[part] = zlib.crc32(view, sums[part])
-                    _pwrite(file.fd, view, cursors[part])
+                    pwrite(file.fd, view, cursors[part])
                     cursors[part] += len(view)
                     self._unsynced_bytes += len(view)
         for part, tensor in tensors.items():
@@ -151,19 +149,18 @@ class StoreWriter:
         if index not in self._open:
             plan = self.files[index]
             partial = self.path / (plan.name + PARTIAL)
-            with _disk_errors(partial):
+            with disk_errors(partial):
                 fd = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
-                _pwrite(fd, memoryview(plan.header), 0)
+                pwrite(fd, memoryview(plan.header), 0)
             missing = sum(1 for tensor in plan.spans if tensor in self._missing)
             self._open[index] = _OpenFile(plan, fd, missing)
         return self._open[index]
 
     def _sync(self) -> None:
         """Data first, then the journal that vouches for it; then whole files get their names."""
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             for file in self._open.values():
-                os.fdatasync(file.fd)
-                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                sync_data(file.fd)
             for item, sums in self._unsynced.items():
                 self._journal.write(json.dumps([item, sums]) + "\n")
             self._journal.flush()
@@ -176,7 +173,7 @@ class StoreWriter:
             assert os.fstat(file.fd).st_size == file.plan.nbytes, file.plan.name
             os.close(file.fd)
             os.rename(self.path / (file.plan.name + PARTIAL), self.path / file.plan.name)
-            _sync_directory(self.path)
+            sync_directory(self.path)
 
     def _load_journal(self) -> None:
         """Take over what an earlier run vouches for; what lies in partial files is read back and checked."""
@@ -235,24 +232,13 @@ class StoreWriter:
         )
 
 
-def check_room(path: Path, files: Iterable[FilePlan]) -> None:
-    """Raise DiskSpaceError where the disk under `path` cannot hold what `files` still need there."""
+def bytes_needed(path: Path, files: Iterable[FilePlan]) -> int:
+    """What `files` still need on the disk, beside what an earlier run left at `path`."""
     needed = 64 << 20  # side files, the journal, the file system's own
     for file in files:
         present = [p for p in (path / file.name, path / (file.name + PARTIAL)) if p.exists()]
         needed += file.nbytes - min(file.nbytes, sum(p.stat().st_blocks * 512 for p in present))
-    where = path
-    while not where.exists():
-        where = where.parent
-    free = shutil.disk_usage(where).free
-    if free < needed:
-        raise DiskSpaceError(
-            "the disk has no room for this store",
-            where=str(path),
-            expected=f"{needed / 1e9:.2f} GB free",
-            got=f"{free / 1e9:.2f} GB free",
-            remedy="free some space, choose another disk, or use fewer bits",
-        )
+    return needed
 
 
 def _open_journal(path: Path, files: Iterable[FilePlan], identity: Mapping[str, Any]) -> Any:
@@ -296,36 +282,6 @@ def _difference(wanted: str, found: str) -> str:
     return ", ".join(f"{key} = {theirs.get(key)!r} (now {ours[key]!r})" for key in keys)
 
 
-class _disk_errors:
-    """Turns the operating system's complaints about a file into one clear error."""
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, OSError):
-            return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DiskSpaceError(
-                "the disk is full; what was written stays and the same command resumes it",
-                where=str(self.where),
-                got=error.strerror,
-                remedy="free some space and run the same command again, or remove the directory",
-            ) from error
-        raise StoreError("writing failed", where=str(self.where), got=error.strerror) from error
-
-
-def _pwrite(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done : done + (1 << 30)], offset + done)
-
-
 def _checksum(fd: int, offset: int, length: int) -> str:
     value, end = 0, offset + length
     while offset < end:
@@ -335,22 +291,3 @@ def _checksum(fd: int, offset: int, length: int) -> str:
         value = zlib.crc32(piece, value)
         offset += len(piece)
     return f"{value:08x}"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + PARTIAL)
-    with _disk_errors(path):
-        with partial.open("wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        partial.rename(path)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
