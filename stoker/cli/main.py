@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from stoker import __version__
+from stoker.cli.common import INTERRUPTED
 from stoker.errors import StokerError
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 _NOT_COMMANDS = ("__init__", "main", "common")
 # Commands in the order of their use; those that are not named here follow by name.

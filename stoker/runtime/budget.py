@@ -1,9 +1,11 @@
-"""How much memory the user named, and how much the machine can give. Owns parsing, limits and the `auto` choice.
+"""How much memory the user named, and what the machine can give: memory and cores. Owns parsing, limits, `auto`.
 
 Pure but for reading /proc and /sys under a root that tests replace. Knows no model: what a budget buys, and the floor
 below which it is refused, belong to the ledger.
 """
 
+import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,7 +135,7 @@ def auto_budget(root: Path = Path("/")) -> int:
     return room
 
 
-def resolve_budget(memory: str | int, root: Path = Path("/")) -> int:
+def resolve(memory: str | int, root: Path = Path("/")) -> int:
     """`auto` or a size, as bytes. Whether it suffices is for the ledger to say; that it exists is checked here.
 
     Raises BudgetError for a budget above a hard limit: it could only end in swapping or in the kernel's OOM killer.
@@ -151,6 +153,36 @@ def resolve_budget(memory: str | int, root: Path = Path("/")) -> int:
                 remedy="name a smaller --memory, or auto",
             )
     return budget
+
+
+def default_threads(root: Path = Path("/")) -> int:
+    """The cores that the process may use: physical ones (a second hardware thread adds no memory bandwidth) within its
+    affinity, and no more than a cgroup's CPU quota, rounded up."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_core(root, cpu) for cpu in allowed}
+    quotas = [math.ceil(quota) for quota in _cpu_quotas(root)]
+    return max(1, min([len(cores), *quotas]))
+
+
+def _core(root: Path, cpu: int) -> tuple[str, str]:
+    """(package, core) of a logical CPU; the CPU itself where the machine does not say."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    core = _read(topology / "core_id").strip()
+    return (_read(topology / "physical_package_id").strip(), core) if core else ("", f"cpu{cpu}")
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """CPU quotas of the process's cgroups, in cores."""
+    for directory, version, _ in _groups(root, "cpu"):
+        if version == 2:
+            quota, _, period = _read(directory / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (
+                _read(directory / "cpu.cfs_quota_us").strip(),
+                _read(directory / "cpu.cfs_period_us").strip(),
+            )
+        if quota.isdigit() and period.isdigit() and int(period) > 0 and int(quota) > 0:
+            yield int(quota) / int(period)
 
 
 def _machine(root: Path) -> MemoryLimit | None:
@@ -189,31 +221,34 @@ _V2 = _Hierarchy(2, ("memory.max", "memory.high"), "memory.current", ("active_fi
 
 
 def _cgroups(root: Path) -> Iterator[MemoryLimit]:
-    """Each limited cgroup that holds the process, from the innermost out, v1 and v2 hierarchies alike."""
-    membership = _read(root / "proc/self/cgroup")
-    for mount_root, mount_point, kind in _mounts(root):
-        for line in membership.splitlines():
+    """Each memory-limited cgroup that holds the process, from the innermost out, v1 and v2 hierarchies alike."""
+    for directory, version, group in _groups(root, "memory"):
+        limit = _group_limit(_V2 if version == 2 else _V1, directory, group)
+        if limit is not None:
+            yield limit
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int, str]]:
+    """(directory, cgroup version, name) of each visible cgroup above the process that may hold `controller`."""
+    membership = _read(root / "proc/self/cgroup").splitlines()
+    for mount_root, mount_point, version in _mounts(root, controller):
+        for line in membership:
             number, controllers, path = line.split(":", 2)
             is_v2 = number == "0" and controllers == ""
-            if (kind == "cgroup2") != is_v2 or not (is_v2 or "memory" in controllers.split(",")):
-                continue
-            hierarchy = _V2 if is_v2 else _V1
-            top = root / mount_point.lstrip("/")
-            for group in _upwards(path, mount_root):
-                limit = _group_limit(hierarchy, top / group, "/" + group)
-                if limit is not None:
-                    yield limit
+            if is_v2 == (version == 2) and (is_v2 or controller in controllers.split(",")):
+                for group in _upwards(path, mount_root):
+                    yield root / mount_point.lstrip("/") / group, version, "/" + group
 
 
-def _mounts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(root inside the hierarchy, mount point, type) of each mounted cgroup hierarchy that may control memory."""
+def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, int]]:
+    """(root inside the hierarchy, mount point, version) of each mounted cgroup hierarchy that may hold `controller`."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, separator, right = line.partition(" - ")
         fields, kinds = left.split(), right.split()
         if not separator or len(fields) < 5 or len(kinds) < 3:
             continue
-        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and "memory" in kinds[2].split(",")):
-            yield fields[3], fields[4].replace("\\040", " "), kinds[0]
+        if kinds[0] == "cgroup2" or (kinds[0] == "cgroup" and controller in kinds[2].split(",")):
+            yield fields[3], fields[4].replace("\\040", " "), 2 if kinds[0] == "cgroup2" else 1
 
 
 def _upwards(path: str, mount_root: str) -> Iterator[str]:

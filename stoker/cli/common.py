@@ -1,0 +1,165 @@
+"""What `run` and `chat` share: their options, loading with the ledger shown, Ctrl-C that stops an answer.
+
+Results go to stdout, everything about them to stderr. Imports nothing heavy before a command runs.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.errors import OptionError
+
+if TYPE_CHECKING:
+    from stoker.generate.model import Model, Stream
+
+INTERRUPTED = 130
+
+_SAMPLING = "Sampling (default: the model's generation_config.json, else greedy)"
+_LOADING = "Loading"
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A packed store (see `stoker pack`).")]
+Memory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Budget of the whole process: 3GiB, 500MB, auto.", rich_help_panel=_LOADING)
+]
+PathOption = Annotated[
+    str,
+    typer.Option(
+        "--path", metavar="PATH", rich_help_panel=_LOADING,
+        help="How experts get into memory: auto, exact, staged, hot, whole_layer. Never changes the output.",
+    ),
+]  # fmt: skip
+Policy = Annotated[
+    str, typer.Option(metavar="NAME", help="Which experts stay in memory: lru, lfu, ...", rich_help_panel=_LOADING)
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", min=1, help="Compute threads (default: physical cores).", rich_help_panel=_LOADING),
+]
+CtxSize = Annotated[
+    int, typer.Option("--ctx-size", "-c", min=1, help="Tokens of context to hold.", rich_help_panel=_LOADING)
+]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to generate (default: the context's room).")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the output before this text; may be repeated.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k most likely.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Keep this much probability.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[
+    float | None, typer.Option("--min-p", help="Drop below this share of the best.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", help="Above 1 discourages repeats.", rich_help_panel=_SAMPLING)
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a command loads its model."""
+
+    model: str
+    memory: str
+    path: str
+    policy: str
+    threads: int | None
+    ctx_size: int
+
+
+def sampling_options(
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+    seed: int | None,
+) -> dict[str, Any]:
+    """What was asked for, checked as far as it can be before a model is there."""
+    from stoker.generate.request import resolve_sampling
+
+    asked = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    chosen = {name: value for name, value in asked.items() if value is not None}
+    resolve_sampling(chosen)
+    return chosen
+
+
+def load_model(loading: Loading) -> "Model":
+    """Load the model. transformers' own progress bars and notes stay silent: stdout and stderr are the command's."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from stoker.generate.model import load
+
+    return load(
+        loading.model,
+        memory=loading.memory,
+        path=loading.path,
+        threads=loading.threads,
+        ctx_size=loading.ctx_size,
+        policy=loading.policy,
+    )
+
+
+def show_ledger(model: "Model", loading: Loading) -> None:
+    """The account of the budget and the effective mode, on stderr."""
+    for line in model.ledger_lines():
+        note(line)
+    share = float(model.ledger()["resident_share"])
+    place = "all experts fit in memory" if share >= 1 else f"{share:.0%} of the experts in memory, the rest from disk"
+    note(f"path {loading.path}, policy {loading.policy}: {place}; output is exact")
+
+
+def note(text: str) -> None:
+    """A line for people, on stderr; dim on a terminal."""
+    if sys.stderr.isatty():
+        text = f"\x1b[2m{text}\x1b[0m"
+    print(text, file=sys.stderr, flush=True)
+
+
+def write_pieces(pieces: Sequence[str] | Iterator[str]) -> None:
+    """Stream text to stdout as it comes."""
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+
+def prefill_progress(done: int, total: int) -> None:
+    """A long prompt's progress, on a terminal's stderr alone, overwritten in place."""
+    if sys.stderr.isatty() and total >= 256:
+        print(f"\r\x1b[Kreading the prompt: {done} of {total} tokens\r", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def interruptible(stream: "Stream") -> Iterator[None]:
+    """Ctrl-C ends the answer at the next token; pressed again before that, it interrupts whatever runs."""
+
+    def on_interrupt(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stream.cancel()
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def read_stdin_prompt() -> str:
+    """The prompt from a pipe; refused when there is a person at the keyboard who was not asked."""
+    if sys.stdin.isatty():
+        raise OptionError(
+            "there is no prompt", where="PROMPT", remedy='give it as an argument ("Hello"), or pipe it in'
+        )
+    return sys.stdin.read()

@@ -1,0 +1,98 @@
+"""`stoker run MODEL "prompt"`: one prompt, one streamed answer, one closing line.
+
+The answer goes to stdout, the ledger and the closing line to stderr; with --json one object goes to stdout instead.
+"""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.cli import common
+from stoker.cli.common import INTERRUPTED, Loading, note
+from stoker.errors import OptionError
+
+if TYPE_CHECKING:
+    from stoker.generate.model import Model, Prompt, Result
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("run")(run)
+
+
+def run(
+    model: common.ModelArgument,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` or nothing reads it from a pipe.")] = None,
+    memory: common.Memory = "auto",
+    path: common.PathOption = "auto",
+    policy: common.Policy = "lru",
+    threads: common.Threads = None,
+    ctx_size: common.CtxSize = 4096,
+    max_tokens: common.MaxTokens = None,
+    stop: common.Stop = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Put the prompt into the chat template (default: if the model has one)."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, with a chat template.")] = None,
+    temperature: common.Temperature = None,
+    top_k: common.TopK = None,
+    top_p: common.TopP = None,
+    min_p: common.MinP = None,
+    repetition_penalty: common.RepetitionPenalty = None,
+    seed: common.Seed = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: text, usage, timings, ledger, stats.")
+    ] = False,
+) -> None:
+    """Answer one prompt, streaming."""
+    if system is not None and chat is False:
+        raise OptionError("--system needs the chat template", where="--system", remedy="leave out --raw or --system")
+    options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    options |= {"max_tokens": max_tokens, "stop": stop or ()}
+    text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
+    loading = Loading(model, memory, path, policy, threads, ctx_size)
+    with common.load_model(loading) as loaded:
+        if as_json:
+            result = _silent(loaded, _prompt(loaded, text, chat, system), options)
+            print(json.dumps(_report(loaded, loading, result), ensure_ascii=False))
+        else:
+            result = _streamed(loaded, loading, _prompt(loaded, text, chat, system), options)
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _prompt(model: "Model", text: str, chat: bool | None, system: str | None) -> "Prompt":
+    """The text itself, or messages when the chat template is to be used (its absence is then an error of its own)."""
+    if chat or (chat is None and (model.has_chat_template or system is not None)):
+        messages = [{"role": "user", "content": text}]
+        return [{"role": "system", "content": system}, *messages] if system is not None else messages
+    return text
+
+
+def _streamed(model: "Model", loading: Loading, prompt: "Prompt", options: dict[str, Any]) -> "Result":
+    with model.stream(prompt, on_prefill=common.prefill_progress, **options) as stream:
+        common.show_ledger(model, loading)
+        with common.interruptible(stream):
+            common.write_pieces(stream)
+    print(flush=True)
+    note(stream.result.closing_line())
+    return stream.result
+
+
+def _silent(model: "Model", prompt: "Prompt", options: dict[str, Any]) -> "Result":
+    with model.stream(prompt, **options) as stream, common.interruptible(stream):
+        for _ in stream:
+            pass
+    return stream.result
+
+
+def _report(model: "Model", loading: Loading, result: "Result") -> dict[str, Any]:
+    plain = result.as_dict()
+    request_stats = plain.pop("stats")
+    loaded = {"memory": loading.memory, "path": loading.path, "policy": loading.policy, "ctx_size": loading.ctx_size}
+    return {
+        "model": loading.model, "options": loaded, **plain, "ledger": model.ledger(),
+        "stats": {**request_stats, "total": model.stats()},
+    }  # fmt: skip
