@@ -34,7 +34,9 @@ def isa() -> str:
     try:
         return _kernels.isa()
     except RuntimeError as error:
-        raise OptionError(str(error), where="STOKER_ISA", remedy="unset STOKER_ISA, or name one of " + ", ".join(ISAS)) from None
+        raise OptionError(
+            str(error), where="STOKER_ISA", remedy="unset STOKER_ISA, or name one of " + ", ".join(ISAS)
+        ) from None
 
 
 def force_isa(name: str) -> None:
@@ -61,12 +63,19 @@ class Matrix:
     """
 
     def __init__(
-        self, spec: MatrixSpec, codes: Tensor, scales: Tensor | None, biases: Tensor | None, row_bias: Tensor | None = None
+        self,
+        spec: MatrixSpec,
+        codes: Tensor,
+        scales: Tensor | None,
+        biases: Tensor | None,
+        row_bias: Tensor | None = None,
     ) -> None:
         self.spec, self.rows, self.cols = spec, spec.rows, spec.cols
         affine = spec.format.kind == "affine"
         if affine != (scales is not None) or affine != (biases is not None):
-            raise ValueError(f"{spec.format.label()}: scales and biases are given for affine weights, and for those alone")
+            raise ValueError(
+                f"{spec.format.label()}: scales and biases are given for affine weights, and for those alone"
+            )
         _check_bytes("codes", codes, spec.codes_bytes, torch.bfloat16 if spec.format.kind == "bf16" else torch.float32)
         for name, part in (("scales", scales), ("biases", biases)):
             if part is not None:
@@ -156,19 +165,27 @@ def combine(pairs: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
     """ValueError unless `tensor` is a contiguous CPU tensor of this dtype and shape (None: any length)."""
     actual = tensor.shape
-    fits = len(actual) == len(shape) and all(want is None or want == have for want, have in zip(shape, actual, strict=True))
+    fits = len(actual) == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, actual, strict=True)
+    )
     if tensor.dtype != dtype or not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
         wanted = f"contiguous cpu {dtype} {['any' if n is None else n for n in shape]}"
-        raise ValueError(f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)} strides {tensor.stride()}")
+        raise ValueError(
+            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)} strides {tensor.stride()}"
+        )
 
 
 def _check_bytes(name: str, tensor: Tensor, nbytes: int, natural: torch.dtype) -> None:
     if tensor.dtype not in _RAW_DTYPES and tensor.dtype != natural:
         raise ValueError(f"{name}: expected {natural} or raw integers, got {tensor.dtype}")
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError(f"{name}: expected a contiguous CPU tensor, got {tensor.device.type} with strides {tensor.stride()}")
+        raise ValueError(
+            f"{name}: expected a contiguous CPU tensor, got {tensor.device.type} with strides {tensor.stride()}"
+        )
     if tensor.numel() * tensor.element_size() != nbytes:
-        raise ValueError(f"{name}: expected {nbytes} bytes in tile16 layout, got {tensor.numel() * tensor.element_size()}")
+        raise ValueError(
+            f"{name}: expected {nbytes} bytes in tile16 layout, got {tensor.numel() * tensor.element_size()}"
+        )
 
 
 def _native_matrix(spec: MatrixSpec, codes: int, scales: int, biases: int, row_bias: int) -> _kernels.Matrix:
