@@ -21,9 +21,8 @@ __all__ = ["ARC", "FIFO", "LFRU", "LFU", "LRU", "POLICIES", "S3FIFO", "DecayedLF
 def make_policy(name: str, capacity: int, **options: Any) -> Policy:
     """A policy for one cache of `capacity` keys.
 
-    `name`: one of POLICIES; `decayed-lfu:64` sets the half-life in events, `arc:bypass` sets `bypass`. Options are
-    the class's own (`half_life` of decayed-lfu; `ranking` and `transient` of static). Raises OptionError for
-    anything else.
+    `name`: one of POLICIES; `decayed-lfu:64` sets the half-life in events. Options are the class's own
+    (`half_life` of decayed-lfu; `ranking` and `transient` of static). Raises OptionError for anything else.
     """
     base, _, argument = name.partition(":")
     if base not in POLICIES:
@@ -37,13 +36,11 @@ def make_policy(name: str, capacity: int, **options: Any) -> Policy:
 
 
 def _argument(base: str, argument: str) -> dict[str, Any]:
-    """`64` in `decayed-lfu:64`, `bypass` in `arc:bypass`; no other policy takes one."""
+    """`64` in `decayed-lfu:64`; no other policy takes an argument."""
     try:
         if base == DecayedLFU.name:
             return {"half_life": float(argument)}
     except ValueError:
         pass
-    if (base, argument) == (ARC.name, "bypass"):
-        return {"bypass": True}
-    expected = "decayed-lfu:HALF_LIFE or arc:bypass"
+    expected = "decayed-lfu:HALF_LIFE"
     raise OptionError("an argument that does not apply", where="policy", expected=expected, got=f"{base}:{argument}")

@@ -13,14 +13,12 @@ Queue = OrderedDict[Hashable, None]
 
 
 class ARC(Policy):
-    """Where the list that should shrink holds protected keys only, the other list gives one up; with `bypass`, the
-    newcomer is served and not kept instead (`admit` returns it): only for callers with scratch slots of their own."""
+    """Where the list that should shrink holds protected keys only, the other list gives one up."""
 
     name = "arc"
 
-    def __init__(self, capacity: int, bypass: bool = False) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.bypasses = bypass
         self.resident: dict[Hashable, Queue] = {}  # key -> the list that holds it
         self._t1: Queue = OrderedDict()  # oldest use first
         self._t2: Queue = OrderedDict()
@@ -45,9 +43,8 @@ class ARC(Policy):
         assert key not in self.resident, f"{key!r} is resident already"
         self._adapt(key)
         victim = self._evict(key, protected) if len(self.resident) >= self.capacity else None
-        if victim != key:
-            self._insert(key)
-            self._trim_ghosts()
+        self._insert(key)
+        self._trim_ghosts()
         return victim
 
     def remove(self, key: Hashable) -> None:
@@ -66,9 +63,20 @@ class ARC(Policy):
         elif key in self._b2:
             step = max(1.0, len(self._b1) / len(self._b2))
             self._target = max(self._target - step, 0.0)
+        else:
+            self._forget_a_ghost()
+
+    def _forget_a_ghost(self) -> None:
+        """A key that no list knows is coming: |T1| + |B1| must stay within c, all four lists within 2c."""
+        if len(self._t1) + len(self._b1) >= self.capacity:
+            if self._b1:
+                self._b1.popitem(last=False)
+        elif self._b2 and len(self.resident) + len(self._b1) + len(self._b2) >= 2 * self.capacity:
+            self._b2.popitem(last=False)
 
     def _evict(self, incoming: Hashable | None, protected: Collection[Hashable]) -> Hashable:
-        longer = len(self._t1) > self._target or (incoming in self._b2 and len(self._t1) == self._target)
+        length = len(self._t1)
+        longer = length > self._target or (0 < length == self._target and incoming in self._b2)
         lists = ((self._t1, self._b1), (self._t2, self._b2))
         for queue, ghosts in lists if longer else lists[::-1]:
             for key in queue:
@@ -76,10 +84,6 @@ class ARC(Policy):
                     self.remove(key)
                     ghosts[key] = None
                     return key
-            if self.bypasses and incoming is not None:
-                self._b1.pop(incoming, None)
-                self._b2.pop(incoming, None)
-                return incoming
         raise all_protected(len(self.resident), protected)
 
     def _insert(self, key: Hashable) -> None:
@@ -91,7 +95,7 @@ class ARC(Policy):
         self.resident[key] = queue
 
     def _trim_ghosts(self) -> None:
-        """Keep |T1| + |B1| within the capacity and all four lists within twice the capacity."""
+        """The same limits after the change: a T1 that fills the cache leaves no room for its own ghosts."""
         while self._b1 and len(self._t1) + len(self._b1) > self.capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self.resident) + len(self._b1) + len(self._b2) > 2 * self.capacity:
