@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.errors import BudgetError, ReadError, StokerError
 from stoker.native import _io
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK_BYTES: int = _io.BLOCK_BYTES
 """Direct reads need offset, length and address at multiples of this."""
@@ -182,7 +183,7 @@ class ReadQueue:
         return self._native.promote(ticket)
 
     def cancel(self, ticket: int) -> bool:
-        """True when the read had not started: its bytes never land, the ticket is freed. False: it must be waited for."""
+        """True when the read had not started: its bytes never land, the ticket is freed. False: wait for it as before."""
         return self._native.cancel(ticket)
 
     def completion(self, ticket: int) -> Completion:
