@@ -103,6 +103,7 @@ class StoreWriter:
         self._drain(0)
         self._sync()
         for name, content in side_files.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
             replace_file(self.path / name, content)
         manifest = self._manifest(side_files, notes)
         replace_file(self.path / manifest_file.NAME, manifest.dumps().encode())
