@@ -64,3 +64,7 @@ class BudgetError(StokerError):
 
 class DiskSpaceError(StokerError):
     """The disk has no room for what was asked."""
+
+
+class TraceError(StokerError):
+    """A trace that is missing, damaged, of another kind, or newer than this stoker."""

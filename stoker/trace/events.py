@@ -26,16 +26,17 @@ class ReadClass(IntEnum):
     PREFETCH = 1
     STREAM = 2  # whole-layer prefill
     CANCELLED = 3  # submitted and never read: end_ns is the time of the cancellation, bytes 0
+    LATE = 4  # a prefetch that was still in flight when a step asked for it
 
 
 TABLES: dict[str, tuple[str, ...]] = {
     "step": ("step", "phase", "tokens", "start_ns", "end_ns", "rss_bytes"),
-    "layer": ("step", "pool", "layer", "tokens", "k", "hits", "misses", "wait_ns", "route_start"),
+    "layer": ("step", "pool", "layer", "tokens", "k", "hits", "misses", "wait_ns", "time_ns", "route_start"),
     "read": ("step", "pool", "expert", "class", "submit_ns", "start_ns", "end_ns", "bytes"),
-    "evict": ("step", "pool", "expert"),
+    "evict": ("step", "pool", "expert", "time_ns"),
 }
 """Integer tables, all columns int64, one row an event, in the order of recording. `layer.route_start` is an index into
-the route columns."""
+the route columns; `time_ns` is when the row was recorded (for a layer: when its experts were computed)."""
 
 ROUTE_COLUMNS = {"route.experts": "int32", "route.weights": "float32"}
 """The routes of all layer rows one after the other: row i owns `tokens * k` entries from `route_start`, token-major."""
