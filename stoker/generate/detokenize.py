@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what decoders put where bytes are missing or wrong
-# A character has at most 4 bytes, so at most 3 are waiting; byte-fallback decoders show one mark for each.
+# A character has at most 4 bytes, so at most 3 are waiting, each shown as a mark at most.
 _MOST_WAITING = 3
 # Tokens of context before new text: decoders strip or add a space by what stands before.
 _CONTEXT_TOKENS = 4
@@ -33,12 +33,13 @@ class Detokenizer:
         """The text that became certain with `token`; often empty, never part of a character."""
         self._window.append(token)
         text = self._decode(self._window)
-        certain = _certain(text)
+        cut = len(self._window) - self._fresh >= _WINDOW_TOKENS
+        certain = _certain(text, most_waiting=_MOST_WAITING if cut else len(text))
         piece = text[self._told : certain]
         self._told = max(self._told, certain)
         if certain == len(text) and piece:
             self._slide(self._fresh, waiting=0)
-        elif len(self._window) - self._fresh >= _WINDOW_TOKENS:
+        elif cut:
             self._slide(len(self._window) - _CONTEXT_TOKENS, waiting=len(text) - certain)
         return piece
 
@@ -63,9 +64,12 @@ class Detokenizer:
         return text
 
 
-def _certain(text: str) -> int:
-    """How many characters of `text` no later token can change."""
+def _certain(text: str, most_waiting: int) -> int:
+    """How many characters of `text` no later token changes, given that it may change the last `most_waiting` marks.
+
+    A byte-fallback decoder turns a whole run of bytes into marks while its last character is unfinished, good ones too.
+    """
     end = len(text)
-    while end > 0 and len(text) - end < _MOST_WAITING and text[end - 1] == _UNFINISHED:
+    while end > 0 and len(text) - end < most_waiting and text[end - 1] == _UNFINISHED:
         end -= 1
     return end
