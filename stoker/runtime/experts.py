@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,7 +50,9 @@ class Pairs:
 
     @staticmethod
     def of(index_TK: Tensor) -> Pairs:
-        choices = index_TK.shape[1]
+        tokens, choices = index_TK.shape
+        if tokens == 1:  # the choices of one token are distinct: nothing to sort
+            return Pairs(index_TK[0].tolist(), *_single_token_rows(choices))
         flat, order = index_TK.reshape(-1).sort(stable=True)
         experts, counts = flat.unique_consecutive(return_counts=True)
         row_start = torch.zeros(len(counts) + 1, dtype=torch.int32)
@@ -71,6 +74,12 @@ class Pairs:
         token = torch.cat([self.token_of_row[first:last] for first, last in spans])
         out = torch.cat([self.out_row[first:last] for first, last in spans])
         return start, token, out
+
+
+@lru_cache
+def _single_token_rows(choices: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows = torch.arange(choices + 1, dtype=torch.int32)
+    return rows, torch.zeros(choices, dtype=torch.int32), rows[:choices]
 
 
 class StreamedExperts:
@@ -145,7 +154,7 @@ class StreamedExperts:
         self.kernel.forward(slots, row_start, token, out, hidden_TD, out_PD)
 
     def look_ahead(self, hidden_TD: Tensor) -> list[int]:
-        """The experts this layer would choose for the previous layer's hidden state: a guess, used only to read ahead."""
+        """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead."""
         if self.router is None:
             return []
         index = self.router(hidden_TD)[-1]

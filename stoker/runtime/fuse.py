@@ -73,7 +73,7 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedRouter(nn.Module):
-    """softmax over all experts, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
+    """softmax, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
 
     def __init__(self, weight: Tensor, top_k: int, renormalise: bool) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ class Runtime:
     ) -> Tensor:
         """Append `ids` (at least one) to the sequence; float32 logits [V] after the last of them.
 
-        `on_chunk(tokens done)` is called between chunks; what it raises ends the prefill, and the sequence stays usable.
+        `on_chunk(tokens done)` is called between chunks; what it raises ends the prefill; the sequence stays usable.
         """
         if not ids:
             raise OptionError("there is no token to process", remedy="give a prompt")

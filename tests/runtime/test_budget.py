@@ -20,7 +20,9 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert budget.parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "3 GiB GiB", "3XB", "-3GiB", "1e9", "3,5GiB", "0", "0GiB", "auto", "4", "١GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "3 GiB GiB", "3XB", "-3GiB", "1e9", "3,5GiB", "0", "0GiB", "auto", "4", "١GiB"]
+)
 def test_not_sizes(text: str) -> None:
     with pytest.raises(OptionError) as caught:
         budget.parse_bytes(text, option="--memory")
