@@ -1,7 +1,8 @@
 """Records the routes of a run and makes the oracle follow them, so that numbers can be compared where a tie was near.
 
-A quantised hidden state may flip a choice between two experts whose scores are all but equal; both answers are right, and the
-logits then differ by a whole expert. The comparison follows stoker's routes and checks apart that every flip was a near tie.
+A quantised hidden state may flip a choice between two experts whose scores are all but equal; both answers are right,
+and the logits then differ by a whole expert. The comparison follows stoker's routes and checks apart that every flip
+was a near tie.
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ class RouteRecorder:
 
 @contextmanager
 def forced_routes(model: PreTrainedModel, routes: dict[int, Tensor]) -> Iterator[list[float]]:
-    """Every router of `model` chooses `routes[layer]`; yields the score gaps of the choices it would have made otherwise."""
+    """Every router of `model` chooses `routes[layer]`; yields the score gaps of the choices that this changed."""
     gaps: list[float] = []
     current: list[Tensor] = []
     real = torch.topk

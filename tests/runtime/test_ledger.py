@@ -1,4 +1,4 @@
-"""The ledger is arithmetic: what it grants adds up to the budget, and what it refuses it refuses with numbers that work."""
+"""The ledger is arithmetic: what it grants adds up to the budget, and a refusal names numbers that work."""
 
 import pytest
 from hypothesis import given
