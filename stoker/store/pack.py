@@ -17,11 +17,10 @@ from stoker.errors import CheckpointError
 from stoker.ids import ExpertKey
 from stoker.quant.formats import TILE_ROWS, ExpertLayout, MatrixSpec, PlacedMatrix
 from stoker.quant.reference import Parts, pack_tiles, quantize_rows
-from stoker.store import manifest as manifest_file
 from stoker.store.files import lay_out, record_name
-from stoker.store.manifest import Manifest, read_manifest
+from stoker.store.manifest import Manifest
 from stoker.store.packplan import DenseSource, PackPlan
-from stoker.store.writer import JOURNAL, StoreWriter
+from stoker.store.writer import StoreWriter, bytes_needed, finished_store
 
 CHUNK_ELEMENTS = 8 << 20  # of a matrix converted at once: 32 MiB as float32
 Progress = Callable[[int], None]
@@ -33,7 +32,7 @@ def pack(plan: PackPlan, path: Path, progress: Progress | None = None, *, shard_
     Raises DiskSpaceError before writing when the disk has no room, CheckpointError naming the tensor that is not
     finite or cannot be read. Without the returned manifest on disk the directory is no store.
     """
-    finished = _finished(plan, path)
+    finished = finished_store(path, plan.manifest)
     if finished is not None:
         return finished
     side_files = plan.checkpoint.side_files()
@@ -55,6 +54,13 @@ def pack(plan: PackPlan, path: Path, progress: Progress | None = None, *, shard_
 def packed_bytes(plan: PackPlan) -> int:
     """The size of the weight files."""
     return sum(file.nbytes for file in lay_out(plan.manifest.pools, plan.manifest.dense))
+
+
+def needed_bytes(plan: PackPlan, path: Path) -> int:
+    """Disk space that packing into `path` still needs; 0 when the store is there already."""
+    if finished_store(path, plan.manifest) is not None:
+        return 0
+    return bytes_needed(path, lay_out(plan.manifest.pools, plan.manifest.dense))
 
 
 def build_record(source: ExpertSource, layout: ExpertLayout) -> np.ndarray:
@@ -149,18 +155,6 @@ def _finite(value: Tensor, where: str) -> Tensor:
                 remedy="the checkpoint is damaged: download it again",
             )
     return value
-
-
-def _finished(plan: PackPlan, path: Path) -> Manifest | None:
-    """The manifest of an equal pack that is complete: running the same command again changes nothing."""
-    if not (path / manifest_file.NAME).exists():
-        return None
-    found = read_manifest(path)
-    wanted = plan.manifest
-    if (found.source, found.quantisation) != (wanted.source, wanted.quantisation):
-        return None
-    (path / JOURNAL).unlink(missing_ok=True)  # killed between the manifest and this
-    return found
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

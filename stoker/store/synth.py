@@ -17,11 +17,11 @@ import torch
 from stoker.ids import ExpertKey
 from stoker.quant.formats import ExpertLayout, MatrixSpec, PlacedMatrix, WeightFormat
 from stoker.quant.reference import SCALE_DTYPES, Parts
-from stoker.store.files import plain_dtype, record_name
+from stoker.store.files import dense_parts, plain_dtype, record_name
 from stoker.store.manifest import DenseEntry, Manifest, PoolEntry
 from stoker.store.synth_shapes import SynthShape, SynthTensor
 from stoker.store.synth_tokenizer import tokenizer_files
-from stoker.store.writer import StoreWriter
+from stoker.store.writer import StoreWriter, finished_store
 
 _TABLE_WORDS = 1 << 20  # 8 MiB a table: stays in the last-level cache
 _CODE_RMS = 4.6368  # of 4-bit codes minus 8, all equally likely
@@ -104,13 +104,19 @@ def synth_plan(shape: SynthShape, weights: RandomWeights, seed: int) -> Manifest
     fmt = weights.format
     pools = tuple(PoolEntry(layer, (layer,), shape.experts, weights.layout) for layer in range(shape.layers))
     return Manifest(
-        source={"kind": "synth", "name": shape.name, "fingerprint": f"seed {seed}"},
+        source={"kind": "synth", "name": shape.name, "fingerprint": f"seed {seed}, {shape.layers} layers"},
         quantisation={"bits": fmt.bits, "group_size": fmt.group_size, "scale_dtype": fmt.scale_dtype},
         pools=pools,
         dense=tuple(_entry(tensor, fmt) for tensor in shape.dense),
         files={},
         side_files={},
     )
+
+
+def store_bytes(shape: SynthShape, weights: RandomWeights) -> int:
+    """The size of the store's weights."""
+    dense = sum(part.nbytes for tensor in shape.dense for part in dense_parts(_entry(tensor, weights.format)).values())
+    return dense + shape.layers * shape.experts * weights.layout.record_bytes
 
 
 def write_store(
@@ -123,6 +129,9 @@ def write_store(
     """Write the store; `progress` gets bytes. Resumes after an interruption like any pack."""
     weights = RandomWeights(shape, fmt, seed)
     plan = synth_plan(shape, weights, seed)
+    finished = finished_store(path, plan)
+    if finished is not None:
+        return finished
     identity = {"synth": shape.name, "layers": shape.layers, "seed": seed, "format": fmt.label()}
     with StoreWriter(path, plan, identity) as writer:
         writer.check_room()

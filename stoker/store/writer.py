@@ -233,6 +233,17 @@ class StoreWriter:
         )
 
 
+def finished_store(path: Path, plan: Manifest) -> Manifest | None:
+    """The manifest of a store that an earlier run of the same plan has finished: nothing is left to do then."""
+    if not (path / manifest_file.NAME).exists():
+        return None
+    found = manifest_file.read_manifest(path)
+    if (found.source, found.quantisation) != (plan.source, plan.quantisation):
+        return None
+    (path / JOURNAL).unlink(missing_ok=True)  # killed between the manifest and this
+    return found
+
+
 def bytes_needed(path: Path, files: Iterable[FilePlan]) -> int:
     """What `files` still need on the disk, beside what an earlier run left at `path`."""
     needed = 64 << 20  # side files, the journal, the file system's own
