@@ -97,13 +97,14 @@ class FusedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> tuple[Tensor, None]:
-        step, (cos, sin) = self.step, position_embeddings
+        step = self.step
+        cos_TR, sin_TR = step.turn(position_embeddings)
         flat_TD = hidden_states.view(-1, hidden_states.shape[-1])
         out_TD = torch.empty_like(flat_TD)
         self.block.forward(
             flat_TD,
-            cos.view(-1, cos.shape[-1]),
-            sin.view(-1, sin.shape[-1]),
+            cos_TR,
+            sin_TR,
             step.kv_base,
             step.block_table,
             step.seq_of_token,
@@ -136,8 +137,6 @@ def _unsupported(module: nn.Module) -> str | None:
     name = type(module).__name__
     if name not in ATTENTION_CLASSES:
         return f"{name} is not of the plain form"
-    if getattr(module, "sliding_window", None):
-        return "sliding window"
     if getattr(module.config, "clip_qkv", None) is not None:
         return "clipped q, k, v"
     return None
@@ -206,9 +205,10 @@ def _fuse_attention(
     step: StepContext,
     report: FusionReport,
 ) -> None:
+    rotary_dim = _rotary(model, 1)[0].shape[-1]
     checked: set[tuple[str, int]] = set()
     for index, (path, module) in enumerate(modules):
-        fused = FusedAttention(_native_attention(module, index, shape), index, step)
+        fused = FusedAttention(_native_attention(module, index, shape, rotary_dim), index, step)
         form = (type(module).__name__, module.q_proj.out_features)
         if form not in checked:
             _check_attention(model, path, module, fused, shape)
@@ -217,7 +217,13 @@ def _fuse_attention(
         report.attention += 1
 
 
-def _native_attention(module: nn.Module, index: int, shape: KVShape) -> attention.Attention:
+def _rotary(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
+    """The model's own cos and sin for positions 0 to tokens - 1: each [1, T, R]."""
+    module = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    return module(torch.zeros(1), torch.arange(tokens)[None])
+
+
+def _native_attention(module: nn.Module, index: int, shape: KVShape, rotary_dim: int) -> attention.Attention:
     q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     return attention.Attention(
         module.q_proj.matrix,
@@ -230,6 +236,8 @@ def _native_attention(module: nn.Module, index: int, shape: KVShape) -> attentio
         n_heads=module.q_proj.out_features // shape.head_dim,
         n_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        rotary_dim=rotary_dim,
+        window=getattr(module, "sliding_window", None),
         scale=float(module.scaling),
         layer=index,
         n_layers=shape.layers,
@@ -253,8 +261,7 @@ def _check_attention(
         ),
     )
     x = torch.randn(1, tokens, module.q_proj.in_features, generator=torch.Generator().manual_seed(1))
-    rotary = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
-    cos_sin = rotary(x, torch.arange(tokens)[None])
+    cos_sin = _rotary(model, tokens)
     mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1)[None, None]
     theirs = module(hidden_states=x, position_embeddings=cos_sin, attention_mask=mask)[0]
     distance = _distance(fused(x, cos_sin)[0], theirs)

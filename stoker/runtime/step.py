@@ -29,3 +29,13 @@ class StepContext:
     seq_of_token: Tensor = field(default_factory=_empty)
     pos_of_token: Tensor = field(default_factory=_empty)
     start_of_seq: Tensor = field(default_factory=_empty)
+    rotary: tuple[Tensor, Tensor] | None = None  # the model's cos and sin of this step, as it hands them to its layers
+    cos_TR: Tensor = field(default_factory=_empty)
+    sin_TR: Tensor = field(default_factory=_empty)
+
+    def turn(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin flat over tokens [T, R], the same objects for every layer of the step."""
+        if rotary is not self.rotary:
+            self.rotary = rotary
+            self.cos_TR, self.sin_TR = (part.reshape(-1, part.shape[-1]).contiguous() for part in rotary)
+        return self.cos_TR, self.sin_TR
