@@ -22,7 +22,7 @@ T* pointer(uintptr_t address) {
 }
 
 inline Matrix make_matrix(const std::string& kind, int bits, int group, bool scale_is_half, int64_t rows, int64_t cols,
-                          uintptr_t codes, uintptr_t scales, uintptr_t biases, uintptr_t row_bias) {
+                          uintptr_t codes, uintptr_t scales, uintptr_t biases, uintptr_t row_bias, int activation_bits) {
   Matrix m;
   if (kind == "affine") {
     m.format = Format::affine;
@@ -31,6 +31,7 @@ inline Matrix make_matrix(const std::string& kind, int bits, int group, bool sca
     }
   } else if (kind == "bf16" || kind == "f32") {
     m.format = kind == "bf16" ? Format::bf16 : Format::f32;
+    if (activation_bits != 8) throw std::invalid_argument("activation_bits applies to affine weights alone");
   } else {
     throw std::invalid_argument("unknown weight format " + kind);
   }
@@ -38,6 +39,8 @@ inline Matrix make_matrix(const std::string& kind, int bits, int group, bool sca
   if (codes % 64 != 0 || scales % 32 != 0 || biases % 32 != 0 || row_bias % 4 != 0) {
     throw std::invalid_argument("codes must be aligned to 64 bytes, scales and biases to 32");
   }
+  if (activation_bits != 8 && activation_bits != 16) throw std::invalid_argument("activation_bits must be 8 or 16");
+  m.activation_bits = activation_bits;
   m.bits = bits;
   m.group = group;
   m.scale_is_half = scale_is_half;
@@ -125,7 +128,7 @@ inline void bind_matmul(nanobind::module_& m) {
       .def_ro("rows", &stoker::Matrix::rows)
       .def_ro("cols", &stoker::Matrix::cols);
   m.def("make_matrix", &stoker::make_matrix, "kind"_a, "bits"_a, "group"_a, "scale_is_half"_a, "rows"_a, "cols"_a, "codes"_a,
-        "scales"_a, "biases"_a, "row_bias"_a);
+        "scales"_a, "biases"_a, "row_bias"_a, "activation_bits"_a);
   m.def("matmul", [](const stoker::Matrix& w, uintptr_t x, int64_t T, uintptr_t out) {
     stoker::matmul(w, pointer<const float>(x), T, pointer<float>(out));
   }, "matrix"_a, "x"_a, "T"_a, "out"_a, release());

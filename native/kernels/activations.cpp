@@ -10,7 +10,7 @@ namespace stoker {
 int64_t Encoding::record_bytes() const {
   switch (code) {
     case Code::nibbles:
-    case Code::bytes: return 4 + 4 * (unit_cols / kBlock) + unit_cols;
+    case Code::bytes: return 4 + 4 * (unit_cols / kBlock) + planes * unit_cols;
     case Code::bf16: return 2 * kBlock;
     case Code::f32: return 4 * kBlock;
   }
@@ -19,9 +19,9 @@ int64_t Encoding::record_bytes() const {
 
 Encoding encoding_of(const Matrix& m) {
   switch (m.format) {
-    case Format::affine: return {m.bits == 4 ? Code::nibbles : Code::bytes, m.group};
-    case Format::bf16: return {Code::bf16, kBlock};
-    case Format::f32: return {Code::f32, kBlock};
+    case Format::affine: return {m.bits == 4 ? Code::nibbles : Code::bytes, m.group, m.activation_bits / 8};
+    case Format::bf16: return {Code::bf16, kBlock, 1};
+    case Format::f32: return {Code::f32, kBlock, 1};
   }
   return {};
 }

@@ -3,8 +3,9 @@
 //
 // A row is cut into units (one weight group for affine, 32 columns otherwise). Records are unit-major, [units][tokens]:
 // all tokens of one unit are one forward stream.
-//   affine record: f32 sum of the decoded unit, f32 scale per 32 columns, int8 per column
+//   affine record: f32 sum of the decoded unit, f32 scale per 32 columns, then one plane of int8 per column, or two
 //                  4-bit weights: every 8 columns are stored as 4 even then 4 odd ones (the nibble order); 8-bit: in order
+//                  one plane: x = scale * q, scale = amax / 127; two: x = scale * (256 * q0 + q1), scale = amax / (127 * 256)
 //   bf16 record:   u16 per column, zero past the last one;  f32 record: f32 per column
 // A 32-column block that holds a NaN or an infinity has scale NaN: the row's outputs become NaN. A zero block has scale 0.
 #pragma once
@@ -22,6 +23,7 @@ enum class Code : int { nibbles, bytes, bf16, f32 };
 struct Encoding {
   Code code = Code::f32;
   int unit_cols = kBlock;
+  int planes = 1;  // affine: 2 for 16-bit activations
 
   bool operator==(const Encoding&) const = default;
   int64_t units(int64_t cols) const { return (cols + unit_cols - 1) / unit_cols; }

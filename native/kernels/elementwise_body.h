@@ -32,48 +32,57 @@ inline uint64_t even_then_odd(uint64_t v) {
   return v ^ t ^ (t << 16);
 }
 
-// Quantises 32 columns to int8 with scale = amax / 127; returns the scale and adds up the codes.
-inline float encode_block(const float* x, bool nibbles, char* codes, int32_t& code_sum) {
+inline void store_codes(const int8_t* bytes, bool nibbles, char* codes) {
+  if (!nibbles) {
+    std::memcpy(codes, bytes, kBlock);
+    return;
+  }
+  for (int i = 0; i < kBlock; i += 8) {
+    uint64_t v;
+    std::memcpy(&v, bytes + i, 8);
+    v = even_then_odd(v);
+    std::memcpy(codes + i, &v, 8);
+  }
+}
+
+// Rounds 32 columns to integers of at most `top` (127, or 127 * 256) with scale = amax / top; returns the scale.
+inline float round_block(const float* x, float top, int32_t* q) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
   uint32_t amax_bits = 0;
   for (int i = 0; i < kBlock; ++i) {
     const uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
     amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
   }
-  code_sum = 0;
   if (amax_bits == 0 || amax_bits >= 0x7f800000u) {
-    std::memset(codes, 0, kBlock);
+    std::memset(q, 0, kBlock * sizeof(int32_t));
     return amax_bits == 0 ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
   const float amax = bits_float(amax_bits);
-  const float lift = amax < 0x1p-100f ? 0x1p100f : 1.0f;  // keeps 127 / amax finite for denormals
-  const float inverse = 127.0f / (amax * lift);
-  int32_t q[kBlock];
+  const float lift = amax < 0x1p-100f ? 0x1p100f : 1.0f;  // keeps top / amax finite for denormals
+  const float inverse = top / (amax * lift);
   for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int32_t>(float_bits(x[i] * lift * inverse + kRound) - 0x4b400000u);
-  for (int i = 0; i < kBlock; ++i) code_sum += q[i];
-  int8_t bytes[kBlock];
-  for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
-  if (nibbles) {
-    for (int i = 0; i < kBlock; i += 8) {
-      uint64_t v;
-      std::memcpy(&v, bytes + i, 8);
-      v = even_then_odd(v);
-      std::memcpy(codes + i, &v, 8);
-    }
-  } else {
-    std::memcpy(codes, bytes, kBlock);
-  }
-  return amax / 127.0f;
+  return amax / top;
 }
 
-inline void encode_affine_unit(const float* x, int unit_cols, bool nibbles, char* record) {
+inline void encode_affine_unit(const float* x, const Encoding& e, char* record) {
   float* sum = reinterpret_cast<float*>(record);
   float* scales = sum + 1;
-  const int blocks = unit_cols / kBlock;
+  const bool nibbles = e.code == Code::nibbles;
+  const int blocks = e.unit_cols / kBlock;
   char* codes = record + 4 + 4 * blocks;
   for (int b = 0; b < blocks; ++b) {
-    int32_t code_sum;
-    scales[b] = encode_block(x + b * kBlock, nibbles, codes + b * kBlock, code_sum);
+    int32_t q[kBlock];
+    int8_t bytes[kBlock];
+    scales[b] = round_block(x + b * kBlock, e.planes == 1 ? 127.0f : 127.0f * 256.0f, q);
+    int32_t code_sum = 0;
+    for (int i = 0; i < kBlock; ++i) code_sum += q[i];
+    if (e.planes == 2) {
+      for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
+      store_codes(bytes, nibbles, codes + e.unit_cols + b * kBlock);
+      for (int i = 0; i < kBlock; ++i) q[i] = (q[i] - bytes[i]) >> 8;
+    }
+    for (int i = 0; i < kBlock; ++i) bytes[i] = static_cast<int8_t>(q[i]);
+    store_codes(bytes, nibbles, codes + b * kBlock);
     const float term = static_cast<float>(code_sum) * scales[b];
     *sum = b == 0 ? term : *sum + term;
   }
@@ -102,8 +111,8 @@ void encode_row_body(Encoding e, const float* x, int64_t cols, char* data, int64
   for (int64_t c = 0; c < cols; c += e.unit_cols, record += unit_stride) {
     const int n = static_cast<int>(cols - c < e.unit_cols ? cols - c : e.unit_cols);
     switch (e.code) {
-      case Code::nibbles: encode_affine_unit(x + c, e.unit_cols, true, record); break;
-      case Code::bytes: encode_affine_unit(x + c, e.unit_cols, false, record); break;
+      case Code::nibbles:
+      case Code::bytes: encode_affine_unit(x + c, e, record); break;
       case Code::bf16: encode_bf16_unit(x + c, n, record); break;
       case Code::f32: encode_f32_unit(x + c, n, record); break;
     }

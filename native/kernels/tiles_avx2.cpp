@@ -1,5 +1,5 @@
-// Tile kernels for AVX2 with FMA: 16 rows lie in two vectors of 8 lanes. 4-bit codes use maddubs (8 products of at most
-// 15 * 127 pairs fit 16 bits); 8-bit codes would saturate there, so they are widened to 16 bits.
+// Tile kernels for AVX2 with FMA: 16 rows lie in two vectors of 8 lanes. 4-bit codes use maddubs (8 sums of two
+// products of at most 15 * 128 fit 16 bits); 8-bit codes would saturate there, so they are widened to 16 bits.
 // Affine results equal the portable ones bit for bit.
 #include <immintrin.h>
 
@@ -9,10 +9,9 @@
 namespace stoker {
 namespace {
 
-template <bool HALF>
-inline __m256 load_scales(const uint16_t* p) {
+inline __m256 load_scales(const uint16_t* p, bool is_half) {
   const __m128i v = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-  if constexpr (HALF) return _mm256_cvtph_ps(v);
+  if (is_half) return _mm256_cvtph_ps(v);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
 
@@ -64,13 +63,16 @@ inline __m256i block_sum(const __m256i* w, const char* x) {
   }
 }
 
-template <int BITS, int GROUP>
+template <int BITS, int GROUP, int PLANES>
 inline void add_group(const __m256i* w, __m256 scale, __m256 bias, const char* record, float* acc) {
   constexpr int kBlocks = GROUP / kBlock;
   __m256 term = _mm256_setzero_ps();
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
-    const __m256 s = _mm256_cvtepi32_ps(block_sum<BITS>(w + 8 * b, record + 4 + 4 * kBlocks + b * kBlock));
+    const char* codes = record + 4 + 4 * kBlocks + b * kBlock;
+    __m256i sum = block_sum<BITS>(w + 8 * b, codes);
+    if (PLANES == 2) sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 8), block_sum<BITS>(w + 8 * b, codes + GROUP));
+    const __m256 s = _mm256_cvtepi32_ps(sum);
     const __m256 x_scale = broadcast_float(record + 4 + 4 * b);
     term = b == 0 ? _mm256_mul_ps(s, x_scale) : _mm256_fmadd_ps(s, x_scale, term);
   }
@@ -78,9 +80,9 @@ inline void add_group(const __m256i* w, __m256 scale, __m256 bias, const char* r
   _mm256_store_ps(acc, _mm256_fmadd_ps(bias, broadcast_float(record), a));
 }
 
-template <int BITS, int GROUP, bool HALF>
+template <int BITS, int GROUP, int PLANES>
 void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
-  constexpr int kRecord = 4 + 4 * (GROUP / kBlock) + GROUP;
+  constexpr int kRecord = 4 + 4 * (GROUP / kBlock) + PLANES * GROUP;
   constexpr int64_t kGroupBytes = GROUP * BITS * 2;
   const int64_t groups = m.cols / GROUP;
   const char* codes = static_cast<const char*>(m.codes) + tile * groups * kGroupBytes;
@@ -91,9 +93,11 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
     for (int half = 0; half < 2; ++half) {
       __m256i w[GROUP / 4];
       unpack_group<BITS, GROUP>(codes + 32 * half, w);
-      const __m256 scale = load_scales<HALF>(scales + 16 * g + 8 * half);
-      const __m256 bias = load_scales<HALF>(biases + 16 * g + 8 * half);
-      for (int64_t t = 0; t < n_tokens; ++t) add_group<BITS, GROUP>(w, scale, bias, x + t * kRecord, acc + 16 * t + 8 * half);
+      const __m256 scale = load_scales(scales + 16 * g + 8 * half, m.scale_is_half);
+      const __m256 bias = load_scales(biases + 16 * g + 8 * half, m.scale_is_half);
+      for (int64_t t = 0; t < n_tokens; ++t) {
+        add_group<BITS, GROUP, PLANES>(w, scale, bias, x + t * kRecord, acc + 16 * t + 8 * half);
+      }
     }
   }
 }
@@ -156,7 +160,7 @@ void f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tok
 
 template <int BITS, int GROUP>
 TileKernel affine_kernel(const Matrix& m) {
-  return m.scale_is_half ? affine_tile<BITS, GROUP, true> : affine_tile<BITS, GROUP, false>;
+  return m.activation_bits == 16 ? affine_tile<BITS, GROUP, 2> : affine_tile<BITS, GROUP, 1>;
 }
 
 template <int BITS>

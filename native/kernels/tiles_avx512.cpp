@@ -13,10 +13,9 @@ namespace {
 
 constexpr int64_t kAhead = 2048;  // bytes of codes fetched ahead in the single-token loop
 
-template <bool HALF>
-inline __m512 load_scales(const uint16_t* p) {
+inline __m512 load_scales(const uint16_t* p, bool is_half) {
   const __m256i v = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
-  if constexpr (HALF) return _mm512_cvtph_ps(v);
+  if (is_half) return _mm512_cvtph_ps(v);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
@@ -48,22 +47,27 @@ inline void unpack_group(const char* codes, __m512i* w) {
 }
 
 // N tokens times one unpacked group; `record` is the first token's.
-template <int GROUP, int N>
+template <int GROUP, int PLANES, int N>
 inline void add_group(const __m512i* w, __m512 scale, __m512 bias, const char* record, float* acc) {
   constexpr int kBlocks = GROUP / kBlock;
-  constexpr int kRecord = 4 + 4 * kBlocks + GROUP;
+  constexpr int kRecord = 4 + 4 * kBlocks + PLANES * GROUP;
   __m512 term[N];
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
     __m512i sums[N];
 #pragma GCC unroll 8
     for (int t = 0; t < N; ++t) sums[t] = _mm512_setzero_si512();
+#pragma GCC unroll 2
+    for (int plane = 0; plane < PLANES; ++plane) {
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
+      for (int t = 0; t < N && plane > 0; ++t) sums[t] = _mm512_slli_epi32(sums[t], 8);
 #pragma GCC unroll 8
-      for (int t = 0; t < N; ++t) {
-        const char* x = record + t * kRecord + 4 + 4 * kBlocks + b * kBlock + 4 * i;
-        sums[t] = _mm512_dpbusd_epi32(sums[t], w[8 * b + i], broadcast_dword(x));
+      for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 8
+        for (int t = 0; t < N; ++t) {
+          const char* x = record + t * kRecord + 4 + 4 * kBlocks + plane * GROUP + b * kBlock + 4 * i;
+          sums[t] = _mm512_dpbusd_epi32(sums[t], w[8 * b + i], broadcast_dword(x));
+        }
       }
     }
 #pragma GCC unroll 8
@@ -81,9 +85,9 @@ inline void add_group(const __m512i* w, __m512 scale, __m512 bias, const char* r
   }
 }
 
-template <int BITS, int GROUP, bool HALF>
+template <int BITS, int GROUP, int PLANES>
 void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
-  constexpr int kRecord = 4 + 4 * (GROUP / kBlock) + GROUP;
+  constexpr int kRecord = 4 + 4 * (GROUP / kBlock) + PLANES * GROUP;
   constexpr int64_t kGroupBytes = GROUP * BITS * 2;
   const int64_t groups = m.cols / GROUP;
   const char* codes = static_cast<const char*>(m.codes) + tile * groups * kGroupBytes;
@@ -94,13 +98,14 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
     __m512i w[GROUP / 4];
     unpack_group<BITS, GROUP>(codes, w);
     for (int64_t i = 0; i < kGroupBytes; i += 64) _mm_prefetch(codes + kAhead + i, _MM_HINT_T0);
-    const __m512 scale = load_scales<HALF>(scales + 16 * g), bias = load_scales<HALF>(biases + 16 * g);
+    const __m512 scale = load_scales(scales + 16 * g, m.scale_is_half);
+    const __m512 bias = load_scales(biases + 16 * g, m.scale_is_half);
     int64_t t = 0;
-    for (; t + 4 <= n_tokens; t += 4) add_group<GROUP, 4>(w, scale, bias, x + t * kRecord, acc + 16 * t);
+    for (; t + 4 <= n_tokens; t += 4) add_group<GROUP, PLANES, 4>(w, scale, bias, x + t * kRecord, acc + 16 * t);
     switch (n_tokens - t) {
-      case 3: add_group<GROUP, 3>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
-      case 2: add_group<GROUP, 2>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
-      case 1: add_group<GROUP, 1>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
+      case 3: add_group<GROUP, PLANES, 3>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
+      case 2: add_group<GROUP, PLANES, 2>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
+      case 1: add_group<GROUP, PLANES, 1>(w, scale, bias, x + t * kRecord, acc + 16 * t); break;
     }
   }
 }
@@ -167,7 +172,7 @@ void f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tok
 
 template <int BITS, int GROUP>
 TileKernel affine_kernel(const Matrix& m) {
-  return m.scale_is_half ? affine_tile<BITS, GROUP, true> : affine_tile<BITS, GROUP, false>;
+  return m.activation_bits == 16 ? affine_tile<BITS, GROUP, 2> : affine_tile<BITS, GROUP, 1>;
 }
 
 template <int BITS>

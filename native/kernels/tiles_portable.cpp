@@ -14,11 +14,10 @@ static_assert(std::endian::native == std::endian::little, "words are little-endi
 
 constexpr int kLanes = 16;
 
-// One block of 32 columns of 16 rows: exact integer sums.
+// Adds the exact integer products of one block of 32 columns of 16 rows.
 template <int BITS>
-void block_sums(const uint32_t* words, const int8_t* x, int32_t* sums) {
+void add_block(const uint32_t* words, const int8_t* x, int32_t* sums) {
   constexpr int kWordCols = 32 / BITS;
-  for (int r = 0; r < kLanes; ++r) sums[r] = 0;
   for (int w = 0; w < kBlock / kWordCols; ++w) {
     for (int i = 0; i < kWordCols; ++i) {
       // Column i of a 4-bit word is stored as even columns, then odd ones.
@@ -31,7 +30,7 @@ void block_sums(const uint32_t* words, const int8_t* x, int32_t* sums) {
 
 template <int BITS>
 void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
-  const int64_t groups = m.cols / m.group, record_bytes = encoding_of(m).record_bytes();
+  const int64_t groups = m.cols / m.group, record_bytes = encoding_of(m).record_bytes(), planes = encoding_of(m).planes;
   const int blocks = m.group / kBlock, block_words = BITS * kBlock / 32;
   const uint32_t* words = static_cast<const uint32_t*>(m.codes) + tile * (m.cols * BITS / 32) * kLanes;
   const uint16_t* scales = m.scales + tile * groups * kLanes;
@@ -49,8 +48,12 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
       const int8_t* codes = reinterpret_cast<const int8_t*>(record + 4 + 4 * blocks);
       float term[kLanes] = {};
       for (int b = 0; b < blocks; ++b) {
-        int32_t sums[kLanes];
-        block_sums<BITS>(words + b * block_words * kLanes, codes + b * kBlock, sums);
+        int32_t sums[kLanes] = {};
+        add_block<BITS>(words + b * block_words * kLanes, codes + b * kBlock, sums);
+        if (planes == 2) {
+          for (int r = 0; r < kLanes; ++r) sums[r] *= 256;
+          add_block<BITS>(words + b * block_words * kLanes, codes + m.group + b * kBlock, sums);
+        }
         for (int r = 0; r < kLanes; ++r) {
           const float s = static_cast<float>(sums[r]);
           term[r] = b == 0 ? s * header[1] : std::fma(s, header[1 + b], term[r]);

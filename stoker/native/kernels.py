@@ -58,8 +58,9 @@ def read_once(address: int, nbytes: int) -> int:
 class Matrix:
     """One weight matrix [rows, cols] in memory; holds its tensors alive.
 
-    codes, scales, biases: contiguous CPU tensors with exactly the bytes of `spec` (any raw integer dtype, or the natural one).
+    codes, scales, biases: contiguous CPU tensors with the exact bytes of `spec`, in raw integers or the natural dtype.
     row_bias: f32 [rows], added to the product. scales and biases are None unless the format is affine.
+    activation_bits (affine): 8, or 16 for twice the arithmetic and 1/256 of the rounding of x.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Matrix:
         scales: Tensor | None,
         biases: Tensor | None,
         row_bias: Tensor | None = None,
+        *,
+        activation_bits: int = 8,
     ) -> None:
         self.spec, self.rows, self.cols = spec, spec.rows, spec.cols
         affine = spec.format.kind == "affine"
@@ -83,11 +86,14 @@ class Matrix:
         if row_bias is not None:
             _check("row_bias", row_bias, torch.float32, (spec.rows,))
         self._tensors = (codes, scales, biases, row_bias)
-        self.native = _native_matrix(spec, *(0 if t is None else t.data_ptr() for t in self._tensors))
+        self.native = _native_matrix(spec, *(0 if t is None else t.data_ptr() for t in self._tensors), activation_bits)
 
 
 def matmul(m: Matrix, x_TC: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [T, cols] f32 times the transpose of w [rows, cols]: f32 [T, rows]. Affine: activations are int8 in blocks of 32."""
+    """x [T, cols] f32 times the transpose of w [rows, cols]: f32 [T, rows].
+
+    Affine: x is rounded to int8 (or int16, see Matrix) in blocks of 32; bf16: x is rounded to bf16. Sums are f32.
+    """
     _check("x", x_TC, torch.float32, (None, m.cols))
     n_tokens = x_TC.shape[0]
     if out is None:
@@ -110,8 +116,9 @@ def gather_rows(m: Matrix, ids_T: Tensor) -> Tensor:
 class Experts:
     """The experts of one pool: down(act(gate(x)) * up(x)), records at any addresses.
 
-    activation: silu | gelu (erf) | gelu_tanh | relu | swiglu_oai. swiglu_oai (gpt-oss) clamps the gate above at `limit` and up
-    both ways, and gives gate * sigmoid(alpha * gate) * (up + 1); alpha and limit apply to it alone.
+    activation: silu | gelu (erf) | gelu_tanh | relu | swiglu_oai. swiglu_oai (gpt-oss) clamps the gate above at `limit`
+    and up both ways, and gives gate * sigmoid(alpha * gate) * (up + 1); alpha and limit apply to it alone.
+    Affine: x is rounded to int8 in blocks of 32, act(gate) * up to int16.
     """
 
     def __init__(self, layout: ExpertLayout, activation: str, *, alpha: float = 1.702, limit: float = 7.0) -> None:
@@ -128,9 +135,11 @@ class Experts:
     ) -> None:
         """out[out_row[p]] = expert(x[token_of_row[p]]) for the rows p of each expert.
 
-        addresses: int64 [X], record starts, aligned to 64 bytes, valid during the call. row_start: int32 [X + 1]: expert e has
-        the rows row_start[e] to row_start[e + 1]. token_of_row, out_row: int32 [P]. x: f32 [T, D]; out: f32 [any, D], not x.
-        Rows of out that no p names stay as they are. IndexError for an index out of range.
+        addresses: int64 [X], record starts, aligned to 64 bytes, valid during the call.
+        row_start: int32 [X + 1]: expert e has the rows row_start[e] to row_start[e + 1].
+        token_of_row, out_row: int32 [P].
+        x: f32 [T, D]; out: f32 [any, D], not x; rows of out that no p names stay as they are.
+        IndexError for an index out of range.
         """
         n_experts, n_rows = addresses.shape[0], token_of_row.shape[0]
         _check("addresses", addresses, torch.int64, (None,))
@@ -188,12 +197,13 @@ def _check_bytes(name: str, tensor: Tensor, nbytes: int, natural: torch.dtype) -
         )
 
 
-def _native_matrix(spec: MatrixSpec, codes: int, scales: int, biases: int, row_bias: int) -> _kernels.Matrix:
+def _native_matrix(
+    spec: MatrixSpec, codes: int, scales: int, biases: int, row_bias: int, activation_bits: int = 8
+) -> _kernels.Matrix:
     fmt = spec.format
     half = fmt.scale_dtype == "f16"
-    return _kernels.make_matrix(
-        fmt.kind, fmt.bits, fmt.group_size, half, spec.rows, spec.cols, codes, scales, biases, row_bias
-    )
+    shape = (fmt.kind, fmt.bits, fmt.group_size, half, spec.rows, spec.cols)
+    return _kernels.make_matrix(*shape, codes, scales, biases, row_bias, activation_bits)
 
 
 def _native_placed(placed: PlacedMatrix) -> _kernels.PlacedMatrix:

@@ -1,4 +1,4 @@
-"""The gated MLP over gathered records, combine, threads, fork and STOKER_ISA, against f64 arithmetic on dequantised weights."""
+"""The gated MLP over gathered records, combine, threads, fork and STOKER_ISA, against f64 on dequantised weights."""
 
 import multiprocessing
 import os
@@ -93,8 +93,7 @@ class Pool:
         assert relative_error(got, want) < limit, (relative_error(got, want), worst_element(got, want))
 
 
-# int8 activations twice (0.6% each on normal data, more on the heavy tail of act(gate) * up), bf16 twice, f32.
-LIMIT = {"affine": 1.6e-2, "bf16": 6e-3, "f32": 3e-6}
+LIMIT = {"affine": 1e-2, "bf16": 6e-3, "f32": 3e-6}
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
@@ -123,7 +122,7 @@ def test_shapes_of_work(n_threads: int, n_experts: int, rows: list[tuple[int, in
     try:
         pool = Pool(make_layout(64, 128, A4), "silu", n_experts)
         x = torch.from_numpy(pool.rng.standard_normal((40, 64)).astype(np.float32))
-        pool.check(rows, x, 1.6e-2)
+        pool.check(rows, x, 1e-2)
     finally:
         kernels.set_threads(before)
 
@@ -134,10 +133,10 @@ def test_ragged_and_mixed_formats(isa: str) -> None:
     for layout in (make_layout(51, 37, bf16), make_layout(64, 96, A4, a8), make_layout(64, 41, A4, f32)):
         pool = Pool(layout, "silu", 2)
         x = torch.from_numpy(pool.rng.standard_normal((3, layout.gate.spec.cols)).astype(np.float32))
-        pool.check(rows, x, 1.6e-2)
+        pool.check(rows, x, 1e-2)
     gate, up = MatrixSpec(64, 128, A4), MatrixSpec(64, 128, a8)
     mixed = Pool(ExpertLayout.plan(gate, up, MatrixSpec(128, 64, A4)), "silu", 2)
-    mixed.check(rows, torch.from_numpy(mixed.rng.standard_normal((3, 128)).astype(np.float32)), 1.6e-2)
+    mixed.check(rows, torch.from_numpy(mixed.rng.standard_normal((3, 128)).astype(np.float32)), 1e-2)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())

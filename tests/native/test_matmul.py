@@ -1,4 +1,4 @@
-"""Quantised matmul and embedding lookup against the dequantised weights in f64, on every instruction set of this machine."""
+"""Quantised matmul and embedding lookup against dequantised weights in f64, on every available instruction set."""
 
 import itertools
 from collections.abc import Iterator
@@ -66,6 +66,18 @@ def test_matmul_equals_the_dequantised_product(isa: str, fmt: WeightFormat, toke
     assert relative_error(got, want) < TOLERANCE[fmt.kind], worst_element(got, want)
 
 
+@pytest.mark.parametrize("fmt", AFFINE, ids=lambda f: f.label())
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_sixteen_bit_activations(isa: str, fmt: WeightFormat, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    m, w, bias = random_matrix(53, 256, fmt, rng, activation_bits=16)
+    x = activations(tokens, 256, rng)
+    got, want = kernels.matmul(m, x).numpy(), expected(x, w, bias)
+    assert relative_error(got, want) < 5e-5, worst_element(got, want)
+    for t in range(tokens):
+        assert torch.equal(kernels.matmul(m, x[t : t + 1].clone())[0], torch.from_numpy(got[t]))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     fmt=st.sampled_from(FORMATS),
@@ -120,15 +132,23 @@ def test_affine_results_are_equal_on_all_instruction_sets(fmt: WeightFormat) -> 
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_extreme_codes_do_not_saturate(isa: str, bits: int) -> None:
+@pytest.mark.parametrize("activation_bits", [8, 16])
+def test_extreme_codes_do_not_saturate(isa: str, bits: int, activation_bits: int) -> None:
     fmt = WeightFormat("affine", bits, 32)
     spec = MatrixSpec(16, 128, fmt)
     one = np.full(spec.scales_shape, 0x3F80, np.uint16)
     codes = np.full(spec.codes_shape, 0xFFFFFFFF, np.uint32)
-    m = kernels.Matrix(spec, aligned(codes), aligned(one), aligned(np.zeros_like(one)))
+    m = kernels.Matrix(spec, aligned(codes), aligned(one), aligned(np.zeros_like(one)), activation_bits=activation_bits)
     for sign in (1.0, -1.0):
         x = torch.full((5, 128), sign)
-        assert torch.equal(kernels.matmul(m, x), torch.full((5, 16), sign * 128 * (2**bits - 1)))
+        torch.testing.assert_close(
+            kernels.matmul(m, x), torch.full((5, 16), sign * 128 * (2**bits - 1)), rtol=1e-6, atol=0
+        )
+        x[:, 1:] *= (127 * 256 - 128) / (127 * 256)  # the low plane of 16 bits is at its end, -128
+        want = sign * (2**bits - 1) * (4 + 124 * (127 * 256 - 128) / (127 * 256))
+        x[:, 0::32] = sign
+        got = kernels.matmul(m, x)
+        torch.testing.assert_close(got, torch.full((5, 16), want), rtol=1e-6 if activation_bits == 16 else 5e-3, atol=0)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())

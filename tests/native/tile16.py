@@ -1,4 +1,4 @@
-"""Random weights in tile16 layout together with their f32 values, in plain numpy: an oracle that shares no code with stoker."""
+"""Random tile16 weights together with their f32 values, in plain numpy: an oracle that shares no code with the package."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def to_tiles(words_RW: np.ndarray) -> np.ndarray:
 
 
 def random_parts(spec: MatrixSpec, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Parts ("codes", and for affine "scales" and "biases") in tile16, and the f32 matrix [rows, cols] that they mean."""
+    """Parts (codes, and for affine scales and biases) in tile16, and the f32 matrix [rows, cols] that they mean."""
     rows, cols, fmt = spec.rows, spec.cols, spec.format
     if fmt.kind == "f32":
         w = rng.standard_normal((rows, cols)).astype(np.float32)
@@ -58,7 +58,13 @@ def aligned(array: np.ndarray) -> torch.Tensor:
 
 
 def random_matrix(
-    rows: int, cols: int, fmt: WeightFormat, rng: np.random.Generator, *, row_bias: bool = False
+    rows: int,
+    cols: int,
+    fmt: WeightFormat,
+    rng: np.random.Generator,
+    *,
+    row_bias: bool = False,
+    activation_bits: int = 8,
 ) -> tuple[Matrix, np.ndarray, np.ndarray]:
     """A Matrix, its f32 values [rows, cols], and its row bias [rows] (zeros if none)."""
     spec = MatrixSpec(rows, cols, fmt)
@@ -71,6 +77,7 @@ def random_matrix(
         tensors.get("scales"),
         tensors.get("biases"),
         torch.from_numpy(bias) if row_bias else None,
+        activation_bits=activation_bits,
     )
     return matrix, w, bias
 
