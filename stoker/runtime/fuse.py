@@ -66,10 +66,9 @@ class FusedRMSNorm(nn.Module):
         self.variance_epsilon, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        flat_TD = x.reshape(-1, x.shape[-1])
-        return attention.rms_norm(flat_TD, self.weight, self.variance_epsilon, unit_offset=self.unit_offset).view(
-            x.shape
-        )
+        if not x.is_contiguous():
+            x = x.contiguous()
+        return attention.rms_norm(x, self.weight, self.variance_epsilon, unit_offset=self.unit_offset)
 
 
 class FusedRouter(nn.Module):
