@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +45,10 @@ Threads = Annotated[
 CtxSize = Annotated[
     int, typer.Option("--ctx-size", "-c", min=1, help="Tokens of context to hold.", rich_help_panel=_LOADING)
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Record routes, reads and waits.", rich_help_panel=_LOADING),
+]
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to generate (default: the context's room).")
 ]
@@ -72,6 +77,7 @@ class Loading:
     policy: str
     threads: int | None
     ctx_size: int
+    trace: Path | None
 
 
 def sampling_options(
@@ -109,6 +115,7 @@ def load_model(loading: Loading) -> "Model":
         threads=loading.threads,
         ctx_size=loading.ctx_size,
         policy=loading.policy,
+        trace=loading.trace,
     )
 
 

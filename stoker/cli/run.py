@@ -29,6 +29,7 @@ def run(
     policy: common.Policy = "lru",
     threads: common.Threads = None,
     ctx_size: common.CtxSize = 4096,
+    trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     chat: Annotated[
@@ -52,7 +53,7 @@ def run(
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
-    loading = Loading(model, memory, path, policy, threads, ctx_size)
+    loading = Loading(model, memory, path, policy, threads, ctx_size, trace)
     with common.load_model(loading) as loaded:
         if as_json:
             result = _silent(loaded, _prompt(loaded, text, chat, system), options)

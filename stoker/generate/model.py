@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from stoker import __version__
 from stoker.errors import OptionError, StokerError
 from stoker.generate.chat_template import Message, chat_ids, has_chat_template
 from stoker.generate.engine import Generation
@@ -18,6 +19,8 @@ from stoker.generate.request import Request, resolve_sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from stoker.trace.events import Recorder
 
 __all__ = ["GenerateOptions", "Model", "Prompt", "Result", "Session", "Stream", "load"]
 
@@ -59,13 +62,15 @@ def load(
     threads: int | None = None,
     ctx_size: int = 4096,
     policy: str = "lru",
+    trace: str | Path | None = None,
     **more: Any,
 ) -> "Model":
     """Open the store `model` inside a budget and make it ready.
 
     memory: bytes, or text such as "3GiB" or "auto", for the whole process. path: how experts get into memory (auto,
     exact, staged, hot, whole_layer); it never changes the output. threads: None for the physical cores allowed to the
-    process. ctx_size: tokens of KV cache. policy: which experts stay. `more`: further fields of the runtime's Options.
+    process. ctx_size: tokens of KV cache. policy: which experts stay. trace: a new file that records routes, reads and
+    waits. `more`: further fields of the runtime's Options.
 
     Raises StoreError for a bad store, BudgetError (with the smallest budget that works) when it does not fit,
     OptionError for a bad option; all before any weight is read.
@@ -74,6 +79,7 @@ def load(
 
     from stoker.runtime.model import Options
     from stoker.runtime.model import load as load_runtime
+    from stoker.trace.writer import TraceWriter
 
     known = [field.name for field in fields(Options)]
     for name in more:
@@ -90,7 +96,15 @@ def load(
         policy=policy,
         **more,
     )
-    return Model(load_runtime(model, options))
+    if trace is None:
+        return Model(load_runtime(model, options))
+    recorder = TraceWriter(trace, about={"model": str(model), "stoker": __version__, **vars(options)})
+    try:
+        return Model(load_runtime(model, options, recorder), recorder)
+    except BaseException:
+        recorder.close()
+        Path(trace).unlink(missing_ok=True)
+        raise
 
 
 class Session:
@@ -170,8 +184,8 @@ class Stream(Iterator[str]):
 class Model:
     """A loaded model. Safe to use from several threads: steps take turns. Close it, or use it as a context manager."""
 
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Any, recorder: "Recorder | None" = None) -> None:
+        self._runtime, self._recorder = runtime, recorder
         self._lock = threading.RLock()
         self._closed = False
 
@@ -263,6 +277,8 @@ class Model:
             if not self._closed:
                 self._closed = True
                 self._runtime.close()
+                if self._recorder is not None:
+                    self._recorder.close()
 
     def __enter__(self) -> "Model":
         return self
