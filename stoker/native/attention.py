@@ -1,12 +1,11 @@
-"""The door to native attention, norms and routing: checks shapes, dtypes and contiguity, passes raw addresses. Knows no model.
+"""The door to native attention, norms and routing: checks shapes, dtypes and contiguity, passes addresses. Knows no model.
 
 An attention block is one call: projections, head norms, rotation, cache append, attention, output projection. A token's
 result depends bit for bit on its own row and on the keys and values before it, never on what else is in the call.
 Keys and values are IEEE half in pages of 64 tokens (native/kernels/kv.h): block b, layer l lies at
-`kv_base + (b * n_layers + l) * 2 * n_kv_heads * 64 * head_dim * 2` bytes: keys [n_kv, head_dim, 64], then values [n_kv, 64, head_dim].
+`kv_base + (b * n_layers + l) * 2 * n_kv_heads * 64 * head_dim * 2` bytes: keys [n_kv, head_dim, 64], then values
+[n_kv, 64, head_dim].
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +25,9 @@ def kv_block_bytes(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
     return n_layers * 2 * n_kv_heads * KV_BLOCK_TOKENS * head_dim * 2
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (times 1 + weight with unit_offset). f32 in, f32 out.
 
     x: any number of leading axes, contiguous. out: the same shape, may be x. ValueError for other dtypes or layouts.
@@ -42,15 +43,17 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, unit_offset: bool = 
         _check_f32("out", out)
         if out.shape != x_TD.shape:
             raise ValueError(f"rms_norm: out is {list(out.shape)}, x is {list(x_TD.shape)}")
-    _kernels.rms_norm(x_TD.data_ptr(), weight_D.data_ptr(), x_TD.numel() // width, width, eps, unit_offset, out.data_ptr())
+    _kernels.rms_norm(
+        x_TD.data_ptr(), weight_D.data_ptr(), x_TD.numel() // width, width, eps, unit_offset, out.data_ptr()
+    )
     return out
 
 
 def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """Softmax over E in f32, the k most likely experts, divided by their sum if `renormalise`.
 
-    logits: f32 [T, E], 1 <= k <= E. Returns weights f32 [T, k] and experts int64 [T, k], by descending probability; ties:
-    the lower expert first. A NaN logit gives a row of NaN weights.
+    logits: f32 [T, E], 1 <= k <= E. Returns weights f32 [T, k] and experts int64 [T, k], by descending probability;
+    ties: the lower expert first. A NaN logit gives a row of NaN weights.
     """
     n_tokens, n_experts = logits_TE.shape
     if not 1 <= k <= n_experts:
@@ -67,13 +70,15 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, 
 class Attention:
     """One layer's attention block over a paged cache that `n_layers` layers share; holds its tensors alive.
 
-    q, k, v, o: Matrix; q has n_heads * head_dim rows (twice that with output_gate: [n_heads, query | gate]), o as many columns.
-    q_norm, k_norm: f32 weights of RMS norms before the rotation, [head_dim] (each head alone, Qwen3) or the whole width
-    (n_heads * head_dim and n_kv_heads * head_dim, all heads together, OLMoE); `eps` and `unit_offset` (1 + weight) apply to them.
+    q, k, v, o: Matrix; q has n_heads * head_dim rows (with output_gate twice that: [n_heads, query | gate]), o as many
+    columns (n_heads * head_dim always).
+    q_norm, k_norm: f32 weights of RMS norms before the rotation: [head_dim], each head alone (Qwen3), or the whole width,
+    n_heads * head_dim and n_kv_heads * head_dim, all heads together (OLMoE). `eps` and `unit_offset` (1 + weight) apply.
     rotary_dim: the leading components of each head that turn, in the rotate_half convention; 0: none.
-    scale: of the scores; None: head_dim ** -0.5. output_gate: the heads' outputs are multiplied by sigmoid(gate) (Qwen3-Next).
-    window: how many positions a token sees, its own included; None: all. sinks: f32 [n_heads], a logit without a value that
-    joins each head's softmax (gpt-oss).
+    scale: of the scores; None: head_dim ** -0.5.
+    output_gate: the heads' outputs are multiplied by sigmoid(gate) (Qwen3-Next).
+    window: how many positions a token sees, its own included; None: all.
+    sinks: f32 [n_heads], a logit without a value that joins each head's softmax (gpt-oss).
     """
 
     def __init__(
@@ -126,7 +131,10 @@ class Attention:
         )
 
     def scratch_bytes(self, n_tokens: int) -> int:
-        """Working memory for a step of `n_tokens`, shared by all layers; encoded activations are in kernels.scratch_bytes."""
+        """Working memory for a step of `n_tokens`, shared by all layers, encoded activations not included.
+
+        kernels.scratch_bytes() is what is held now, with everything.
+        """
         return self._native.scratch_bytes(n_tokens)
 
     def forward(
@@ -143,12 +151,13 @@ class Attention:
     ) -> None:
         """Append the keys and values of T tokens to the cache and write the block's output to `out` (not x).
 
-        x: f32 [T, D]; cos, sin: f32 [T, rotary_dim]; block_table: int32 [B, M], block numbers by position // 64 (entries past a
-        sequence's last position are not read); seq_of_token, pos_of_token: int32 [T], distinct pairs; start_of_seq: int32 [B],
-        the first position that the sequence's tokens see. A sequence's earlier positions are in the cache, or in this call.
-        The tensors of a step are checked once: pass the same objects to every layer, and do not resize them in between.
-        Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was computed),
-        StokerError (a finite key or value beyond half precision; out and the cache hold infinities).
+        x: f32 [T, D]. cos, sin: f32 [T, rotary_dim]. block_table: int32 [B, M], block numbers by position // 64; entries
+        past a sequence's last position are not read. seq_of_token, pos_of_token: int32 [T], distinct pairs.
+        start_of_seq: int32 [B], the first position that a sequence's tokens see. A sequence's earlier positions are in the
+        cache or in this call. The tensors that layers share are checked once a step: pass the same objects to every
+        layer, and do not resize them in between.
+        Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was
+        computed), StokerError (a finite key or value beyond half precision; out and the cache hold infinities).
         """
         step = _last_step[0]
         if not (
@@ -160,9 +169,7 @@ class Attention:
             and seq_of_token is step.seq
             and start_of_seq is step.start
         ):
-            step = _last_step[0] = _Step(
-                cos_TR, sin_TR, kv_base, block_table, seq_of_token, pos_of_token, start_of_seq
-            )
+            step = _last_step[0] = _Step(cos_TR, sin_TR, kv_base, block_table, seq_of_token, pos_of_token, start_of_seq)
         if step.rotary_dim != self.rotary_dim:
             raise ValueError(f"cos: expected {self.rotary_dim} columns, got {step.rotary_dim}")
         if x_TD.shape != (step.n_tokens, self.width) or x_TD.dtype is not _f32 or not x_TD.is_contiguous():
@@ -190,7 +197,15 @@ class _Step:
         _check("start_of_seq", start, _i32, (start.shape[0],))
         if kv_base == 0 or kv_base % 64 != 0:
             raise ValueError(f"kv_base: expected an address that is a multiple of 64, got {kv_base}")
-        self.cos, self.sin, self.kv_base, self.table, self.seq, self.pos, self.start = cos, sin, kv_base, table, seq, pos, start
+        self.cos, self.sin, self.kv_base, self.table, self.seq, self.pos, self.start = (
+            cos,
+            sin,
+            kv_base,
+            table,
+            seq,
+            pos,
+            start,
+        )
         addresses = [t.data_ptr() for t in (cos, sin, table, seq, pos, start)]
         self.native = _kernels.AttentionStep(
             n_tokens, *addresses[:2], kv_base, start.shape[0], table.shape[1], *addresses[2:]
@@ -250,5 +265,6 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
     if not fits or tensor.dtype is not dtype or not tensor.is_cpu or not tensor.is_contiguous():
         wanted = f"contiguous cpu {dtype}" + ("" if shape is None else f" {list(shape)}")
         raise ValueError(
-            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(tensor.shape)} strides {tensor.stride()}"
+            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(tensor.shape)} "
+            f"strides {tensor.stride()}"
         )
