@@ -49,7 +49,7 @@ class Counters:
 
 
 def ratios(counters: dict[str, int]) -> dict[str, float]:
-    """hit_rate, byte_hit_rate, on_time_ratio and waste_ratio of a snapshot, or of the difference of two; 0.0 for 0 of 0."""
+    """hit_rate, byte_hit_rate, on_time_ratio, waste_ratio of a snapshot or of the difference of two; 0 of 0 is 0.0."""
 
     def share(part: int, whole: int) -> float:
         return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""The exact path: scratch slots, shared by all pools, that keep nothing between calls. The reference for the other paths.
+"""The exact path: scratch slots, shared by all pools, that keep nothing between calls. The reference for the others.
 
 Every acquire reads each of its experts once, on demand, and hands it out as it lands.
 """
@@ -12,7 +12,7 @@ from stoker.residency.slots import Slot
 
 
 class Scratch:
-    """Slots that belong to nobody between uses. `draining`: given up while a read was under way; free when it is over."""
+    """Slots that belong to nobody between uses. Given up while being read, one is free when the read is over."""
 
     def __init__(self, slots: list[Slot], reads: Reads) -> None:
         self.size = len(slots)

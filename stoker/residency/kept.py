@@ -1,7 +1,8 @@
 """The slots of one pool that keep their records between steps: the shared part of the hot and the staged path.
 
-Owns which expert is in which slot, which are being read, and which leases pin them. Subclasses say only who leaves when a
-slot is needed. A slot that is being read into, or pinned by a lease, never leaves; an address is published only when whole.
+Owns which expert is in which slot, which are being read, and which leases pin them. Subclasses say only who leaves
+when a slot is needed. A slot that is being read into, or pinned by a lease, never leaves; an address is published
+only when whole.
 """
 
 from abc import ABC, abstractmethod
@@ -16,14 +17,14 @@ from stoker.trace.events import ReadClass
 
 
 class Pin(Protocol):
-    """Something that holds experts of a pool in their slots: `experts` without `retired`. Leases and streams are pins."""
+    """Holds experts of a pool in their slots: `experts` without `retired`. Leases and streams are pins."""
 
     experts: Sequence[int]
     retired: set[int]
 
 
 class KeptSlots(ABC):
-    """`held` has every slot in use; `reading` is the part of it that is not whole yet; `table[expert]` an address or 0."""
+    """`held`: every slot in use; `reading`: those of them that are not whole yet; `table[expert]`: an address or 0."""
 
     def __init__(self, pool: int, experts: int, slots: list[Slot], reads: Reads) -> None:
         self.pool = pool
@@ -166,7 +167,7 @@ class KeptSlots(ABC):
     # Prefetch.
 
     def prefetch(self, experts: Iterable[int], deadline_ns: int = 0) -> int:
-        """Start reading what is not there into slots that are free or may leave; returns how many reads were started."""
+        """Start reading what is not there into slots that are free or may leave; returns how many were started."""
         self._reap()
         self.fresh.update(expert for expert in experts if expert in self.held)
         protected = self._protected() | self.fresh
@@ -195,7 +196,7 @@ class KeptSlots(ABC):
     # For warm-up and streams.
 
     def demand(self, expert: int) -> bool:
-        """A stream will use this expert here if it is held: whether it is whole now. Its read, if under way, is promoted."""
+        """A stream will use this held expert here: whether it is whole now. A read under way is promoted."""
         slot = self.reading.get(expert)
         if slot is None:
             whole = self.table[expert] != 0
@@ -210,7 +211,7 @@ class KeptSlots(ABC):
         return whole
 
     def await_whole(self, expert: int) -> int:
-        """The address of a held expert, after waiting for its read if need be. Raises ReadError; its slot is free then."""
+        """The address of a held expert, waiting for its read if need be. Raises ReadError; its slot is free then."""
         while not self.table[expert]:
             slot = self.reading[expert]
             self.reads.first([slot])
@@ -264,7 +265,7 @@ class KeptSlots(ABC):
         return slot
 
     def _give_up_a_prefetch(self, protected: set[int], for_prefetch: bool) -> bool:
-        """Demand goes first: with every slot taken, a prefetch that has not started and that no lease waits for makes room."""
+        """Demand goes first: a prefetch that has not started and that no lease waits for makes room."""
         if for_prefetch:
             return False
         pinned = self._pinned()
@@ -296,7 +297,7 @@ class KeptSlots(ABC):
         self.whole += 1
 
     def _settled(self, slot: Slot) -> bool:
-        """Settle a read that is over and that nobody waits for. One that failed or expired frees its slot: no one was promised it."""
+        """Settle a read that is over and that nobody waits for. If it failed or expired, its slot is simply free."""
         try:
             whole = self.reads.finish(slot)
         except ReadError:

@@ -1,7 +1,8 @@
 """A lease: the experts of one acquire, pinned until release, handed out as they become whole. The one place that waits.
 
-Knows positions, slots and the order of events. How a slot is found, recycled or kept is its home's business (one home per path).
-When a home cannot give every missing expert a slot at once, the lease goes in waves: what was handed out is recycled for the rest.
+Knows positions, slots and the order of events. How a slot is found, recycled or kept is its home's business (one home
+per path). When a home cannot give every missing expert a slot at once, the lease goes in waves: what was handed out
+is recycled for the rest.
 """
 
 from collections import deque
@@ -43,8 +44,8 @@ class Home(Protocol):
 class Lease:
     """`experts` of `pool`; `addresses[i]` is the slot of `experts[i]` once it was handed out, else 0 (never read a 0).
 
-    A context manager. Single-threaded like everything in residency. Addresses stay valid until release, unless `in_waves` is
-    True: then each is valid only until the next item of `arrivals()` is asked for.
+    A context manager. Single-threaded like everything in residency. Addresses stay valid until release, unless
+    `in_waves` is True: then each is valid only until the next item of `arrivals()` is asked for.
     """
 
     __slots__ = (
@@ -82,7 +83,8 @@ class Lease:
         """Unpin everything; idempotent. Never waits: reads still under way land in slots that nobody is handed."""
         if self.is_open:
             self.is_open = False
-            self.home.end(self)
+            if not self.home.reads.closed:
+                self.home.end(self)
 
     @property
     def all_present(self) -> bool:
@@ -92,9 +94,11 @@ class Lease:
     def arrivals(self) -> Iterator[Arrival]:
         """First all hits as one group (if any), then misses as they land, those that are there together as one group.
 
-        Every position comes exactly once. Raises ReadError naming pool and expert when a read fails or comes short; the lease is
-        released then, and acquiring the same experts again is a valid retry. Time spent waiting is counted as stall.
+        Every position comes exactly once. Raises ReadError naming pool and expert when a read fails or comes short;
+        the lease is released then, and acquiring the same experts again is a valid retry. Time spent waiting is
+        counted as stall.
         """
+        self._check_open()
         if not self.pending and not self.todo:
             return iter(((list(range(len(self.addresses))), self.addresses),) if self.addresses else ())
         return self._arrive()
@@ -121,6 +125,7 @@ class Lease:
                 self._recycle(landed)
 
     def _check_open(self) -> None:
+        self.home.reads.check_open()
         if not self.is_open:
             raise StokerError(
                 "arrivals of a released lease", where=f"pool {self.home.pool}", remedy="acquire the experts again"
@@ -154,7 +159,7 @@ class Lease:
         return landed
 
     def _landed_elsewhere(self) -> list[int]:
-        """Pending slots that another lease on the same expert settled (whole now) or lost (a failed read: ask again)."""
+        """Pending slots that another lease on the same expert settled (whole now) or lost (ask again)."""
         landed, still = [], []
         for position, slot in self.pending:
             if slot.expert != self.experts[position] or slot.pool != self.home.pool:

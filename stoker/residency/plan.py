@@ -57,8 +57,9 @@ def plan_slots(
 ) -> SlotPlan:
     """The slots of a path. Exactly one of `slots` (per pool, or one number for each pool) and `arena_bytes` is given.
 
-    `arena_bytes` pays for the ring first and is split evenly: the same number of slots for each pool, none more than it has
-    experts. Raises OptionError for what cannot be meant and BudgetError, with the smallest budget, for too little.
+    `arena_bytes` pays for the ring first and is split evenly: the same number of slots for each pool, none more than
+    it has experts. Raises OptionError for what cannot be meant and BudgetError, with the smallest budget, for too
+    little.
     """
     if path not in PATHS:
         raise OptionError("unknown path", where="path", expected=", ".join(PATHS), got=path)
@@ -116,7 +117,7 @@ def _counts(slots: int | Sequence[int], sizes: Sequence[PoolSize]) -> tuple[int,
 
 
 def _ring(arena_bytes: int, sizes: Sequence[PoolSize], ring_records: int | None) -> int:
-    """The ring as asked for, or up to RING_RECORDS out of a quarter of the arena; refuses when the rest is no slot for each pool."""
+    """The ring as asked for, or up to RING_RECORDS from a quarter of the arena; the rest is a slot a pool."""
     largest = max(size.record_bytes for size in sizes)
     ring = ring_records
     if ring is None:

@@ -4,10 +4,11 @@ Knows where records lie and the read queue; must not know which slot should be u
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter_ns
 from typing import Protocol
 
-from stoker.errors import ReadError
+from stoker.errors import ReadError, StokerError
 from stoker.ids import Extent
 from stoker.native.io import ReadQueue
 from stoker.residency.counters import Counters
@@ -26,6 +27,7 @@ class Reads:
 
     def __init__(self, store: Records, queue: ReadQueue, counters: Counters, recorder: Recorder | None = None) -> None:
         self.recorder = recorder
+        self.closed = False
         self.queue = queue
         self.counters = counters
         self._store = store
@@ -41,6 +43,17 @@ class Reads:
                 self._files[path] = self.queue.open(path)
             found = self._extents[pool, expert] = (self._files[path], offset, length)
         return found
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise StokerError("this residency is closed, and its memory is gone", where="residency")
+
+    def close(self, slots: Sequence[Slot]) -> None:
+        """Cancel what has not started and wait for what has, so that nothing writes into the slots any more."""
+        self.closed = True
+        for slot in [slot for slot in slots if slot.ticket != NO_TICKET and not self.cancel(slot)]:
+            with suppress(StokerError):
+                self.finish(slot)
 
     def start(
         self, slot: Slot, pool: int, expert: int, purpose: ReadClass = ReadClass.DEMAND, deadline_ns: int = 0
@@ -91,7 +104,8 @@ class Reads:
     def finish(self, slot: Slot) -> bool:
         """Wait for the read and free its ticket: True when the slot is whole, False when the prefetch expired unread.
 
-        Raises ReadError naming pool and expert when it failed or came short. The slot has no ticket afterwards in any case.
+        Raises ReadError naming pool and expert when it failed or came short. The slot has no ticket afterwards in any
+        case.
         """
         ticket, slot.ticket = slot.ticket, NO_TICKET
         try:
@@ -107,7 +121,8 @@ class Reads:
             self._record(slot, ticket, ReadClass.CANCELLED)
             return False
         self._count(slot)
-        self._record(slot, ticket, slot.purpose)
+        late = slot.purpose is ReadClass.PREFETCH and not slot.ahead
+        self._record(slot, ticket, ReadClass.LATE if late else slot.purpose)
         return True
 
     def cancel(self, slot: Slot) -> bool:

@@ -1,14 +1,14 @@
 """Residency: which experts are in memory. The door to the slots, the read queue and the four paths.
 
-Owns the arena and decides which path serves a call; knows pools and experts, no model and no arithmetic. Single-threaded: every
-call comes from the thread that runs the steps. A path never changes the bytes that are handed out.
+Owns the arena and decides which path serves a call; knows pools and experts, no model and no arithmetic.
+Single-threaded: every call comes from the thread that runs the steps. A path never changes the bytes that are handed
+out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
-from stoker.errors import OptionError, StokerError
+from stoker.errors import OptionError
 from stoker.ids import Extent
 from stoker.native.io import Arena, ReadQueue
 from stoker.residency.counters import Counters, ratios
@@ -20,7 +20,7 @@ from stoker.residency.plan import PoolSize, plan_slots
 from stoker.residency.policies import Policy, make_policy
 from stoker.residency.reads import Reads
 from stoker.residency.ring import Ahead, Ring, RingHome, StreamLease
-from stoker.residency.slots import NO_TICKET, Cutter, Slot
+from stoker.residency.slots import Cutter, Slot
 from stoker.residency.staged import StagedSlots
 from stoker.residency.warm import warm
 from stoker.trace.events import Recorder
@@ -39,7 +39,8 @@ class Residency:
 
     slots: slots per pool (a list, or one number for each), or instead arena_bytes: the whole arena, ring included.
     policy (hot only): a name of `policies.POLICIES`, or a callable from a capacity to a Policy; one policy a pool.
-    ring_records: slots of the whole_layer ring, each as long as the longest record; ring_depth: records read ahead in it.
+    ring_records: slots of the whole_layer ring, each as long as the longest record; ring_depth: records read ahead in
+    it.
     """
 
     def __init__(
@@ -72,12 +73,11 @@ class Residency:
         self._ring = Ring(ring, self._reads, ring_depth or len(ring))
         self._kept = _kept_slots(path, sizes, kept, self._reads, policy)
         self._homes: Sequence[Any] = self._kept or _passing_homes(path, sizes, scratch, self._reads, self._ring)
-        self._closed = False
 
     # The one place that waits.
 
     def acquire(self, pool: int, experts: Sequence[int]) -> Lease | StreamLease:
-        """A lease on `experts` (unique ids) of `pool`: hits pinned, misses being read, each record once. Never waits itself.
+        """A lease on `experts` (unique ids) of `pool`: hits pinned, misses being read, each record once. Does not wait.
 
         With more experts than slots the lease goes in waves. Use it as a context manager, or release it.
         """
@@ -88,12 +88,12 @@ class Residency:
     ) -> Iterator[tuple[int, int]]:
         """whole_layer: (position in `experts`, slot address) of every expert once, ascending by expert id.
 
-        Experts that are resident are used where they are; all others go through the ring, and nothing leaves the decode set.
-        `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts, kept in the ring, used
-        by that pool's stream; what it does not need is waste. An address is valid until the next item is asked for.
-        Raises ReadError naming pool and expert; streaming again is a valid retry.
+        Experts that are resident are used where they are; all others go through the ring, and nothing leaves the
+        decode set. `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts,
+        kept in the ring, used by that pool's stream; what it does not need is waste. An address is valid until the
+        next item is asked for. Raises ReadError naming pool and expert; streaming again is a valid retry.
         """
-        self._check_open()
+        self._reads.check_open()
         ahead_kept = self._kept[read_ahead[0]] if read_ahead and self._kept else None
         return self._ring.stream(pool, experts, self._kept[pool] if self._kept else None, read_ahead, ahead_kept)
 
@@ -102,7 +102,8 @@ class Residency:
     def prefetch(self, pool: int, experts: Sequence[int], deadline_ns: int = 0) -> int:
         """hot: start reading `experts` below demand into slots that are free or may leave; how many reads were started.
 
-        A read that has not started at `deadline_ns` (of time.monotonic_ns; 0: never) is dropped. Nothing pinned leaves for it.
+        A read that has not started at `deadline_ns` (of time.monotonic_ns; 0: never) is dropped. Nothing pinned
+        leaves for it.
         """
         return self._kept_of(pool, "prefetch").prefetch(experts, deadline_ns)
 
@@ -122,7 +123,7 @@ class Residency:
 
         Returns how many records were read. Raises ReadError.
         """
-        self._check_open()
+        self._reads.check_open()
         return warm(self._kept, self._reads) if self._kept else 0
 
     # What there is.
@@ -142,14 +143,10 @@ class Residency:
 
     def close(self) -> None:
         """Cancel what has not started, wait for what has, and free the arena. Idempotent; the queue stays open."""
-        if self._closed:
+        if self._reads.closed:
             return
-        self._closed = True
-        under_way = [slot for slot in self._slots if slot.ticket != NO_TICKET and not self._reads.cancel(slot)]
-        for slot in under_way:
-            with suppress(StokerError):
-                self._reads.finish(slot)
-        self._homes = _Closed()
+        self._reads.close(self._slots)
+        self._homes = _Closed(self._reads)
         self.arena.close()
 
     def __enter__(self) -> "Residency":
@@ -158,12 +155,8 @@ class Residency:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StokerError("this residency is closed", where="residency")
-
     def _kept_of(self, pool: int, what: str) -> KeptSlots:
-        self._check_open()
+        self._reads.check_open()
         if not self._kept:
             raise OptionError(f"{what} needs slots that keep experts", where=what, got=f"path {self.path}")
         return self._kept[pool]
@@ -172,8 +165,11 @@ class Residency:
 class _Closed(Sequence[Any]):
     """Stands where the homes were, so that an acquire after close is refused at no cost before."""
 
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
     def __getitem__(self, index: Any) -> Any:
-        raise StokerError("this residency is closed", where="residency")
+        self._reads.check_open()
 
     def __len__(self) -> int:
         return 0

@@ -1,7 +1,8 @@
 """The whole_layer path: every needed expert of a layer once, in ascending id, through a ring of slots read ahead.
 
-Experts that are resident anyway are used where they are and nothing of the decode set leaves. While the tail of one layer and the
-attention of the next are computed, the ring fills with the next pool's experts. Owns the ring; must not know policies.
+Experts that are resident anyway are used where they are and nothing of the decode set leaves. While the tail of one
+layer and the attention of the next are computed, the ring fills with the next pool's experts. Owns the ring; must not
+know policies.
 """
 
 from bisect import insort
@@ -45,7 +46,7 @@ class Ring:
         ahead: Ahead | None,
         ahead_kept: KeptSlots | None,
     ) -> Iterator[tuple[int, int]]:
-        """(position in `experts`, slot address), ascending by expert; an address is valid until the next item is asked for.
+        """(position in `experts`, slot address), ascending by expert; an address is valid until the next is asked for.
 
         `kept` holds the decode set of the pool, if there is one, `ahead_kept` that of the pool in `ahead`.
         Raises ReadError naming pool and expert; everything stays usable, and streaming again is a valid retry.
@@ -56,11 +57,13 @@ class Ring:
 
     def enter(self, layer: "Layer") -> None:
         """One stream at a time: a new one takes over from one that was left unfinished."""
+        self.reads.check_open()
         if self._layer is not None:
             self._layer.leave()
         self._layer = layer
 
     def check(self, layer: "Layer") -> None:
+        self.reads.check_open()
         if self._layer is not layer:
             raise StokerError("another stream began before this one was finished", where=f"pool {layer.pool}")
 
@@ -107,7 +110,7 @@ class Ring:
         return max(self._held.values(), key=lambda slot: (slot.pool != pool, slot.expert), default=None)
 
     def claim(self, slot: Slot) -> bool:
-        """A stream needs a record that was read ahead, whole or not. False: its read failed or expired, and the slot is free."""
+        """A stream needs a record that was read ahead. False: its read failed or expired, and the slot is free."""
         if slot.ticket != NO_TICKET:
             if not self.reads.over(slot):
                 if slot.ahead:

@@ -1,7 +1,7 @@
 """A slot: a place in the arena that holds one record. Owns the slot's state and how an arena is cut into slots.
 
-A slot is free (expert -1), being read into (a ticket), or whole (an expert and no ticket). Who may use which slot is the
-business of the paths; this file must not know policies, leases or files.
+A slot is free (expert -1), being read into (a ticket), or whole (an expert and no ticket). Who may use which slot is
+the business of the paths; this file must not know policies, leases or files.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""The staged path: whoever predicts fills slots for a pool's next step ahead; the step takes what is there and reads the rest.
+"""The staged path: whoever predicts fills slots for the step to come; the step takes what is there and reads the rest.
 
-Double-buffered by rule, not by place: one half of the slots may be staged for the next step while the other half serves this one,
-and an expert that is in both is shared, not read again. What neither step needs leaves first in, first out.
+Double-buffered by rule, not by place: one half of the slots may be staged for the next step while the other half
+serves this one, and an expert that is in both is shared, not read again. What neither step needs leaves first in,
+first out.
 """
 
 from collections.abc import Sequence

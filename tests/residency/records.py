@@ -1,6 +1,7 @@
 """A file of records with recognisable bytes and an object with a store's outward form, for the tests of residency.
 
-Every 64-bit word of a record names pool, expert and its own place, so a slot made of two records, or one that is not whole, shows.
+Every 64-bit word of a record names pool, expert and its own place, so a slot made of two records, or one that is not
+whole, shows.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ def record_bytes(pool: int, expert: int, nbytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """`pools[p]` has `.experts` and `.layout.record_bytes`; records lie one pool after the other, behind one block of header."""
+    """`pools[p]` has `.experts` and `.layout.record_bytes`; records lie pool after pool, behind one block of header."""
 
     path: Path
     pools: list[Any]

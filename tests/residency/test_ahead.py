@@ -1,0 +1,351 @@
+"""Reading ahead of demand: hot prefetch, staged buffers, the ring and its read-ahead. Never twice, never in the way."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from stoker.errors import ReadError, StokerError
+from stoker.native.io import ReadQueue
+from stoker.residency import Residency
+from tests.residency.books import check_books, stream_all, take_all
+from tests.residency.records import RecordFile
+
+BLOCK = 4096
+SLOW_NS = 60_000_000
+
+
+def reads_of(queue: ReadQueue) -> int:
+    stats = queue.stats()
+    return stats["demand_reads"] + stats["prefetch_reads"]
+
+
+def quiet(queue: ReadQueue) -> None:
+    """Wait until nothing is pending or in flight."""
+    limit = time.monotonic() + 5
+    while queue.stats()["pending"] or queue.stats()["in_flight"]:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def narrow(request: pytest.FixtureRequest) -> Iterator[ReadQueue]:
+    """One read at a time, so that one delayed read holds up everything behind it."""
+    with ReadQueue(depth=1, backend=request.param) as opened:
+        yield opened
+
+
+# Hot prefetch.
+
+
+def test_a_prefetch_on_time_is_a_hit_and_is_read_once(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=8) as residency:
+        assert residency.prefetch(0, [1, 2, 3]) == 3
+        assert residency.prefetch(0, [1, 2, 3]) == 0
+        quiet(queue)
+        assert take_all(residency, store, 0, [1, 2, 9])[0] == [1, 2]
+        take_all(residency, store, 0, [1, 2])
+        c = residency.counters()
+        assert (c["hits"], c["misses"]) == (4, 1)
+        assert (c["prefetch_submitted"], c["prefetch_used"], c["prefetch_on_time"], c["prefetch_late"]) == (3, 2, 2, 0)
+        assert (c["prefetch_bytes"], c["demand_bytes"]) == (3 * 2 * BLOCK, 2 * BLOCK)
+        assert c["on_time_ratio"] == 1.0 and c["prefetch_wasted"] == 0
+        assert reads_of(queue) == 4
+
+
+def test_an_unfinished_prefetch_is_promoted_and_awaited_not_read_again(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=8) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.prefetch(0, [1, 2, 3])
+        groups = take_all(residency, store, 0, [3])
+        assert groups == [[3]]
+        assert narrow.stats()["promoted"] == 1
+        quiet(narrow)
+        assert reads_of(narrow) == 3
+        c = residency.counters()
+        assert (c["hits"], c["misses"], c["prefetch_late"], c["prefetch_on_time"]) == (0, 1, 1, 0)
+        assert c["demand_bytes"] == 0
+
+
+def test_demand_overtakes_prefetches(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=16) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.prefetch(0, list(range(10)))
+        take_all(residency, store, 1, [5])
+        assert reads_of(narrow) < 10
+
+
+def test_a_prefetch_never_takes_a_pinned_slot_or_one_that_is_read_into(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=4) as residency:
+        with residency.acquire(0, [0, 1, 2]) as lease:
+            list(lease.arrivals())
+            assert residency.prefetch(0, [5, 6, 7]) == 1
+            assert residency.prefetch(0, [8]) == 0
+            quiet(queue)
+            assert residency.resident(0) == {0, 1, 2, 5}
+            assert residency.prefetch(0, [8]) == 0, "5 is for the step to come and must not leave for another guess"
+            assert all(store.holds(0, e, a) for e, a in zip([0, 1, 2], lease.addresses, strict=True))
+        take_all(residency, store, 0, [9])
+        assert residency.prefetch(0, [10]) == 1
+        check_books(residency)
+
+
+def test_cancelled_prefetches_free_their_slots_and_are_not_read(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=4) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        assert residency.prefetch(0, [1, 2, 3, 4]) == 4
+        time.sleep(0.01)  # the first one starts
+        assert residency.cancel_prefetches(0) == 3
+        check_books(residency)
+        take_all(residency, store, 0, [1, 7])
+        quiet(narrow)
+        assert reads_of(narrow) == 2
+        assert residency.tally.prefetch_cancelled == 3
+        assert residency.resident(0) == {1, 7}
+
+
+def test_demand_takes_the_slot_of_a_prefetch_that_has_not_started(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=3) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.prefetch(0, [1, 2, 3])
+        time.sleep(0.01)
+        take_all(residency, store, 0, [7, 8])
+        assert residency.tally.prefetch_cancelled == 2
+        assert residency.resident(0) == {1, 7, 8}
+        check_books(residency)
+
+
+def test_a_prefetch_past_its_deadline_is_dropped_and_read_on_demand(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=8) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.prefetch(1, [0])
+        time.sleep(0.01)  # it starts, and holds up the others
+        assert residency.prefetch(0, [1, 2], deadline_ns=time.monotonic_ns() + SLOW_NS // 6) == 2
+        quiet(narrow)
+        take_all(residency, store, 0, [1])
+        assert residency.resident(0) == {1}
+        c = residency.counters()
+        assert c["prefetch_expired"] == 2 and c["misses"] == 1 and c["demand_bytes"] == 2 * BLOCK
+        check_books(residency)
+
+
+def test_a_prefetch_that_expires_while_a_step_waits_is_read_in_place(store: RecordFile, narrow: ReadQueue) -> None:
+    """Promotion comes a moment too late: the queue has dropped the read already."""
+    with Residency(store, narrow, path="hot", slots=8) as residency:
+        residency.prefetch(0, [1, 2, 3, 4], deadline_ns=1)
+        take_all(residency, store, 0, [1, 2, 3, 4])
+        check_books(residency)
+
+
+def test_an_unused_prefetch_is_counted_as_waste_when_it_leaves(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=3) as residency:
+        residency.prefetch(0, [1, 2])
+        quiet(queue)
+        take_all(residency, store, 0, [3, 4, 5])
+        c = residency.counters()
+        assert c["prefetch_wasted"] == 2 and c["prefetch_wasted_bytes"] == 4 * BLOCK and c["waste_ratio"] == 1.0
+
+
+def test_a_failed_prefetch_is_silent_until_somebody_needs_the_expert(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=8) as residency:
+        queue.inject(1, "eio")
+        residency.prefetch(0, [1])
+        quiet(queue)
+        take_all(residency, store, 0, [1])
+        assert residency.tally.read_errors == 1
+        check_books(residency)
+
+
+def test_a_prefetch_that_fails_while_a_step_waits_is_an_error(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=8) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        narrow.inject(2, "eio")
+        residency.prefetch(0, [1, 2])
+        time.sleep(0.01)  # the first one starts
+        with pytest.raises(ReadError, match="pool 0 expert 2"):
+            take_all(residency, store, 0, [2])
+        take_all(residency, store, 0, [2, 1])
+        check_books(residency)
+
+
+# Staged.
+
+
+def test_what_was_staged_is_there_and_a_missing_expert_falls_back(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="staged", slots=8) as residency:
+        take_all(residency, store, 0, [0, 1, 2, 3])
+        assert residency.tally.staged_fallbacks == 4
+        assert residency.stage(0, [3, 4, 5, 6]) == 4
+        quiet(queue)
+        assert reads_of(queue) == 7, "an expert of the current step that is staged again is not read again"
+        assert take_all(residency, store, 0, [3, 4, 5, 9])[0] == [3, 4, 5]
+        c = residency.counters()
+        assert c["staged_fallbacks"] == 5 and c["prefetch_on_time"] == 2
+        check_books(residency)
+
+
+def test_a_staged_read_in_flight_is_promoted_and_not_read_twice(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="staged", slots=8) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.stage(0, [1, 2, 3, 4])
+        take_all(residency, store, 0, [4, 3, 2, 1])
+        assert reads_of(narrow) == 4 and narrow.stats()["promoted"] >= 3
+        assert residency.tally.staged_fallbacks == 0 and residency.tally.prefetch_late == 4
+
+
+def test_staging_ahead_does_not_disturb_the_step_that_runs(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="staged", slots=8) as residency:
+        with residency.acquire(0, [0, 1, 2, 3]) as lease:
+            list(lease.arrivals())
+            assert residency.stage(0, [4, 5, 6, 7]) == 4
+            quiet(queue)
+            assert all(store.holds(0, e, a) for e, a in zip(range(4), lease.addresses, strict=True))
+        assert take_all(residency, store, 0, [4, 5, 6, 7]) == [[4, 5, 6, 7]]
+        assert residency.tally.staged_fallbacks == 4
+
+
+def test_a_new_stage_replaces_one_that_was_not_used(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="staged", slots=8) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.stage(0, [1, 2, 3, 4])
+        time.sleep(0.01)
+        assert residency.stage(0, [4, 5, 6, 7]) == 4
+        assert residency.tally.prefetch_cancelled == 2
+        take_all(residency, store, 0, [4, 5, 6, 7])
+        assert residency.tally.staged_fallbacks == 0
+        check_books(residency)
+
+
+def test_more_than_a_buffer_is_staged_in_part_and_says_so(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="staged", slots=6) as residency:
+        assert residency.stage(0, [1, 2, 3, 4, 5]) == 3
+        take_all(residency, store, 0, [1, 2, 3, 4, 5])
+        assert residency.tally.staged_fallbacks == 2
+
+
+# Whole layer.
+
+
+def test_a_stream_reads_each_expert_once_and_evicts_nothing(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=4, ring_records=3) as residency:
+        take_all(residency, store, 2, [5, 9, 20])
+        before = reads_of(queue)
+        stream_all(residency, store, 2, [23, 5, 0, 9, 7, 20, 11])
+        assert reads_of(queue) - before == 4
+        assert residency.resident(2) == {5, 9, 20}
+        assert residency.tally.evictions == 0 and residency.tally.hits == 3
+        stream_all(residency, store, 2, range(24))
+        assert residency.resident(2) == {5, 9, 20}
+        check_books(residency)
+
+
+def test_reads_are_kept_ahead_of_the_consumer(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="whole_layer", slots=1, ring_records=5, ring_depth=4) as residency:
+        stream = residency.stream(2, range(24))
+        next(stream)
+        quiet(queue)
+        assert reads_of(queue) == 4, "depth reads are under way or waiting, not more"
+        next(stream)
+        quiet(queue)
+        assert reads_of(queue) == 5
+
+
+def test_the_ring_reads_the_next_pool_ahead_and_uses_it(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=2, ring_records=6) as residency:
+        stream_all(residency, store, 0, range(16), read_ahead=(1, range(12)))
+        quiet(queue)
+        assert reads_of(queue) == 16 + 6
+        stall_ns = residency.tally.stall_ns
+        stream = residency.stream(1, range(12))
+        for expert in range(6):
+            position, address = next(stream)
+            assert position == expert and store.holds(1, expert, address)
+        assert residency.tally.stall_ns == stall_ns, "what was read ahead needs no waiting"
+        assert [position for position, _ in stream] == list(range(6, 12))
+        c = residency.counters()
+        assert reads_of(queue) == 16 + 12
+        assert c["prefetch_used"] == c["prefetch_on_time"] == 6 and c["prefetch_wasted"] == 0
+        check_books(residency)
+
+
+def test_read_ahead_that_was_wrong_is_waste_and_costs_nothing_else(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=2, ring_records=4) as residency:
+        stream_all(residency, store, 0, range(8), read_ahead=(1, [8, 9, 10, 11]))
+        quiet(queue)
+        stream_all(residency, store, 1, [0, 1, 9])
+        c = residency.counters()
+        assert c["prefetch_used"] == 1 and c["prefetch_wasted"] == 3
+        assert c["waste_ratio"] == 0.75
+        assert reads_of(queue) == 8 + 4 + 2
+        check_books(residency)
+
+
+def test_a_ring_full_of_later_experts_makes_room_for_an_earlier_one(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=2, ring_records=4) as residency:
+        stream_all(residency, store, 0, [0], read_ahead=(2, [20, 21, 22, 23]))
+        quiet(queue)
+        stream_all(residency, store, 2, range(24))
+        check_books(residency)
+
+
+def test_read_ahead_skips_what_is_resident(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=4, ring_records=4) as residency:
+        take_all(residency, store, 1, [0, 2])
+        stream_all(residency, store, 0, [0, 1], read_ahead=(1, [0, 1, 2, 3]))
+        quiet(queue)
+        assert reads_of(queue) == 2 + 2 + 2
+        stream_all(residency, store, 1, [0, 1, 2, 3])
+        assert reads_of(queue) == 6
+
+
+@pytest.mark.parametrize("nth", range(1, 20))
+def test_a_stream_whose_nth_read_fails_names_the_expert_and_can_be_repeated(
+    store: RecordFile, queue: ReadQueue, nth: int
+) -> None:
+    with Residency(store, queue, path="hot", slots=3, ring_records=4) as residency:
+        take_all(residency, store, 0, [2, 8])
+        queue.inject(nth, "eio")
+        for pool, experts, ahead in ((0, range(10), (1, range(12))), (1, range(12), (0, range(10)))):
+            try:
+                stream_all(residency, store, pool, experts, read_ahead=ahead)
+            except ReadError as error:
+                assert error.where is not None and error.where.startswith(f"pool {pool} expert ")
+                check_books(residency)
+                stream_all(residency, store, pool, experts, read_ahead=ahead)
+            assert residency.resident(0) == {2, 8}
+        quiet(queue)
+        check_books(residency)
+        assert queue.stats()["failed"] == 1
+
+
+def test_a_stream_that_was_left_is_taken_over_by_the_next(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=4, ring_records=4) as residency:
+        take_all(residency, store, 0, [1, 3])
+        left = residency.stream(0, range(16))
+        next(left)
+        next(left)
+        stream_all(residency, store, 1, range(12))
+        with pytest.raises(StokerError, match="another stream"):
+            next(left)
+        take_all(residency, store, 0, [4, 5, 6, 7])  # the pins of the stream that was left are gone
+        check_books(residency)
+
+
+def test_a_stream_pins_the_resident_experts_that_it_will_use(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=3, ring_records=4) as residency:
+        take_all(residency, store, 2, [10, 11, 12])
+        stream = residency.stream(2, [0, 10, 11, 12, 20])
+        next(stream)
+        assert residency.prefetch(2, [7, 8]) == 0
+        for position, address in stream:
+            assert store.holds(2, [0, 10, 11, 12, 20][position], address)
+        assert residency.prefetch(2, [7, 8]) == 2
+
+
+def test_a_stream_uses_a_hot_prefetch_that_is_under_way(store: RecordFile, narrow: ReadQueue) -> None:
+    with Residency(store, narrow, path="hot", slots=3, ring_records=4) as residency:
+        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        residency.prefetch(2, [4, 5])
+        stream_all(residency, store, 2, [3, 4, 5, 6])
+        assert reads_of(narrow) == 4
+        assert residency.tally.prefetch_late == 2
