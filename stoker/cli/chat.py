@@ -34,7 +34,7 @@ def chat(
     path: common.PathOption = "auto",
     policy: common.Policy = "lru",
     threads: common.Threads = None,
-    ctx_size: common.CtxSize = 4096,
+    ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,

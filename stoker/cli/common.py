@@ -43,8 +43,12 @@ Threads = Annotated[
     typer.Option("--threads", "-t", min=1, help="Compute threads (default: physical cores).", rich_help_panel=_LOADING),
 ]
 CtxSize = Annotated[
-    int, typer.Option("--ctx-size", "-c", min=1, help="Tokens of context to hold.", rich_help_panel=_LOADING)
-]
+    int | None,
+    typer.Option(
+        "--ctx-size", "-c", min=1, rich_help_panel=_LOADING,
+        help="Tokens of context to hold (default: 4096, or the model's length where that is shorter).",
+    ),
+]  # fmt: skip
 Trace = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Record routes, reads and waits.", rich_help_panel=_LOADING),
@@ -76,7 +80,7 @@ class Loading:
     path: str
     policy: str
     threads: int | None
-    ctx_size: int
+    ctx_size: int | None
     trace: Path | None
 
 

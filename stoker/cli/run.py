@@ -28,7 +28,7 @@ def run(
     path: common.PathOption = "auto",
     policy: common.Policy = "lru",
     threads: common.Threads = None,
-    ctx_size: common.CtxSize = 4096,
+    ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
@@ -92,7 +92,12 @@ def _silent(model: "Model", prompt: "Prompt", options: dict[str, Any]) -> "Resul
 def _report(model: "Model", loading: Loading, result: "Result") -> dict[str, Any]:
     plain = result.as_dict()
     request_stats = plain.pop("stats")
-    loaded = {"memory": loading.memory, "path": loading.path, "policy": loading.policy, "ctx_size": loading.ctx_size}
+    loaded = {
+        "memory": loading.memory,
+        "path": loading.path,
+        "policy": loading.policy,
+        "ctx_size": model.runtime.ctx_size,
+    }
     return {
         "model": loading.model, "options": loaded, **plain, "ledger": model.ledger(),
         "stats": {**request_stats, "total": model.stats()},

@@ -4,6 +4,7 @@ Resolves what a caller gives (text, messages, token ids, options) into Requests;
 when a model is loaded.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerateOptions", "Model", "Prompt", "Result", "Session", "Stream", "load"]
 
+DEFAULT_CTX_TOKENS = 4096
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
@@ -60,7 +62,7 @@ def load(
     memory: str | int = "auto",
     path: str = "auto",
     threads: int | None = None,
-    ctx_size: int = 4096,
+    ctx_size: int | None = None,
     policy: str = "lru",
     trace: str | Path | None = None,
     **more: Any,
@@ -69,14 +71,17 @@ def load(
 
     memory: bytes, or text such as "3GiB" or "auto", for the whole process. path: how experts get into memory (auto,
     exact, staged, hot, whole_layer); it never changes the output. threads: None for the physical cores allowed to the
-    process. ctx_size: tokens of KV cache. policy: which experts stay. trace: a new file that records routes, reads and
-    waits. `more`: further fields of the runtime's Options.
+    process. ctx_size: tokens of KV cache; None for 4096, or the model's own length where that is shorter. policy: which
+    experts stay. trace: a new file for routes, reads and waits. `more`: further fields of the runtime's Options.
 
     Raises StoreError for a bad store, BudgetError (with the smallest budget that works) when it does not fit,
     OptionError for a bad option; all before any weight is read.
     """
     from dataclasses import fields
 
+    from stoker.runtime import budget
+
+    budget.resolve(memory)  # a wrong size is told before torch is imported
     from stoker.runtime.model import Options
     from stoker.runtime.model import load as load_runtime
     from stoker.trace.writer import TraceWriter
@@ -92,7 +97,7 @@ def load(
         memory=memory,
         path=path,  # type: ignore[arg-type]  # checked by the runtime, which lists the paths
         threads=threads,
-        ctx_size=ctx_size,
+        ctx_size=ctx_size or min(DEFAULT_CTX_TOKENS, _model_length(Path(model))),
         policy=policy,
         **more,
     )
@@ -105,6 +110,17 @@ def load(
         recorder.close()
         Path(trace).unlink(missing_ok=True)
         raise
+
+
+def _model_length(directory: Path) -> int:
+    """The longest context that the model's config.json allows; no bound where it names none or cannot be read (what is
+    wrong with it is for the store's reader to say)."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        length = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        length = None
+    return length if isinstance(length, int) and length > 0 else DEFAULT_CTX_TOKENS
 
 
 class Session:

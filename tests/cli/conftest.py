@@ -1,4 +1,4 @@
-"""A small real store, packed by `stoker pack` from a random checkpoint with a trained tokenizer, and ways to run stoker."""
+"""A small real store, packed by `stoker pack` from a random checkpoint with a trained tokenizer; ways to run stoker."""
 
 import os
 import subprocess

@@ -59,7 +59,7 @@ class EagerSequence:
 
 
 class EagerRuntime:
-    """`Runtime` without stoker: counts what it was asked, so that tests can see what was computed and what was reused."""
+    """`Runtime` without stoker; counts tokens, so that tests can see what was computed and what was reused."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, ctx_size: int = 256, chunk: int = 16) -> None:
         self.model, self.tokenizer, self.ctx_size, self.chunk = model, tokenizer, ctx_size, chunk

@@ -285,11 +285,19 @@ def test_bad_options_are_refused_by_name(model: Model, runtime: EagerRuntime, op
 
 def test_options_that_are_neutral_are_fine_when_greedy(model: Model) -> None:
     plain = model.generate(PROMPT, max_tokens=4)
-    assert model.generate(PROMPT, max_tokens=4, temperature=0.0, top_p=1.0, top_k=0, seed=5).token_ids == plain.token_ids
+    assert (
+        model.generate(PROMPT, max_tokens=4, temperature=0.0, top_p=1.0, top_k=0, seed=5).token_ids == plain.token_ids
+    )
 
 
 def test_prompts_that_cannot_be_read(model: Model, runtime: EagerRuntime) -> None:
-    for bad, word in (("", "empty"), ([], "empty"), ([600], "vocabulary"), ([-1], "vocabulary"), ([{"x": 1}], "message")):
+    for bad, word in (
+        ("", "empty"),
+        ([], "empty"),
+        ([600], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([{"x": 1}], "message"),
+    ):
         with pytest.raises(OptionError, match=word):
             model.stream(bad)
     runtime.tokenizer = None

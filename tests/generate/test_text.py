@@ -1,4 +1,4 @@
-"""Text out of tokens: pieces add up to the whole, characters never split, stop strings never leak, templates are checked."""
+"""Text out of tokens: pieces add up to the whole, characters stay whole, stop strings never leak, templates are safe."""
 
 import random
 import time
@@ -177,7 +177,9 @@ def test_template_errors_are_option_errors() -> None:
     assert not has_chat_template(bare) and has_chat_template(byte_level())
     with pytest.raises(OptionError, match="no chat template"):
         chat_text(bare, message)
-    strict = byte_level(chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x")
+    strict = byte_level(
+        chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    )
     with pytest.raises(OptionError, match="no system role"):
         chat_text(strict, [{"role": "system", "content": "x"}, *message])
     for bad in ([], ["Hi"], [{"content": "Hi"}], [{"role": "user"}]):

@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained on the spot: byte-level BPE as in Qwen and Llama 3, byte-fallback BPE as in Llama 2."""
+"""Small real tokenizers, trained on the spot: byte-level BPE as in Llama 3, byte-fallback BPE as in Llama 2."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
