@@ -1,4 +1,4 @@
-"""The door to native attention, norms and routing: checks shapes, dtypes and contiguity, passes addresses. Knows no model.
+"""The door to native attention, norms and routing: checks shapes and dtypes, passes addresses. Knows no model.
 
 An attention block is one call: projections, head norms, rotation, cache append, attention, output projection. A token's
 result depends bit for bit on its own row and on the keys and values before it, never on what else is in the call.
@@ -72,8 +72,8 @@ class Attention:
 
     q, k, v, o: Matrix; q has n_heads * head_dim rows (with output_gate twice that: [n_heads, query | gate]), o as many
     columns (n_heads * head_dim always).
-    q_norm, k_norm: f32 weights of RMS norms before the rotation: [head_dim], each head alone (Qwen3), or the whole width,
-    n_heads * head_dim and n_kv_heads * head_dim, all heads together (OLMoE). `eps` and `unit_offset` (1 + weight) apply.
+    q_norm, k_norm: f32 weights of RMS norms before the rotation: [head_dim], each head alone (Qwen3), or the width of the
+    projection, all heads together (OLMoE). `eps` and `unit_offset` (1 + weight) apply to them.
     rotary_dim: the leading components of each head that turn, in the rotate_half convention; 0: none.
     scale: of the scores; None: head_dim ** -0.5.
     output_gate: the heads' outputs are multiplied by sigmoid(gate) (Qwen3-Next).
