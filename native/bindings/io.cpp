@@ -167,6 +167,7 @@ void translate(const std::exception_ptr& raised, void*) {
 
 NB_MODULE(_io, m) {
   nb::register_exception_translator(translate);
+  nb::set_leak_warnings(false);  // a daemon thread may hold a queue when the interpreter ends: no fault of anyone's
   m.attr("BLOCK_BYTES") = kBlockBytes;
 
   nb::class_<ArenaHandle>(m, "Arena")

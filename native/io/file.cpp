@@ -136,11 +136,11 @@ std::uint64_t File::nbytes() const {
 bool read_file_into(const std::string& path, std::uint64_t offset, std::size_t length, std::uint8_t* to,
                     const std::function<void()>& checkpoint) {
   const File file(path, true);
-  const AlignedBuffer bounce = file.direct() ? aligned_buffer(kBounceBytes) : nullptr;
+  const std::shared_ptr<Arena> bounce = file.direct() ? Arena::create(kBounceBytes, true) : nullptr;
   std::size_t since_checkpoint = 0;
   for (std::size_t done = 0; done < length;) {
     const std::size_t want = std::min(length - done, kBounceBytes);
-    const std::size_t got = read_piece(file, bounce.get(), offset + done, want, to + done);
+    const std::size_t got = read_piece(file, bounce ? bounce->data() : nullptr, offset + done, want, to + done);
     if (got == 0) throw ShortRead(done);
     // A direct read that stops inside a block stopped at the end of the file; going on from there would be unaligned
     // in place but not through the bounce buffer, which starts at a block again and then finds nothing more.

@@ -158,13 +158,17 @@ void deadlines_and_order(const std::string& path, Backend backend) {
 
 // Whoever goes first, nothing lands in memory that is gone (AddressSanitizer and the guard pages would tell).
 void departures(const std::string& path, Backend backend) {
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 12; ++round) {
     Bench bench(path, backend, 4, round % 2 == 0);
     bench.queue.inject(1, Fault::delay, 3'000'000);
     std::vector<Ticket> tickets;
     for (int index = 0; index < kRecords; ++index) tickets.push_back(bench.submit(index, index % 2 == 0));
     std::thread waiter([&] { bench.wait(tickets.back()); });
-    if (round % 3 == 0) bench.arena.reset();
+    if (round % 3 == 0) {
+      bench.arena.reset();
+      const Stats stats = bench.queue.stats();
+      CHECK(stats.in_flight == 0 && stats.pending == 0);
+    }
     if (round % 3 == 1) bench.queue.close();
     if (round % 3 == 2) bench.wait(tickets.front());
     waiter.join();
