@@ -180,7 +180,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | Non
     if tensor.dtype != dtype or not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
         wanted = f"contiguous cpu {dtype} {['any' if n is None else n for n in shape]}"
         raise ValueError(
-            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)} strides {tensor.stride()}"
+            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)}, {tensor.stride()}"
         )
 
 

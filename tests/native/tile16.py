@@ -1,4 +1,4 @@
-"""Random tile16 weights together with their f32 values, in plain numpy: an oracle that shares no code with the package."""
+"""Random tile16 weights together with their f32 values, in plain numpy: an oracle that shares no code with stoker."""
 
 import numpy as np
 import torch

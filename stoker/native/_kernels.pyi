@@ -1,0 +1,98 @@
+# Native kernels. Addresses are integers; use stoker/native/kernels.py and stoker/native/attention.py.
+def set_threads(n: int) -> None: ...
+def threads() -> int: ...
+def isa() -> str: ...
+def force_isa(name: str) -> bool: ...
+def scratch_bytes() -> int: ...
+def read_once(address: int, nbytes: int) -> int: ...
+
+class Matrix:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+
+def make_matrix(
+    kind: str,
+    bits: int,
+    group: int,
+    scale_is_half: bool,
+    rows: int,
+    cols: int,
+    codes: int,
+    scales: int,
+    biases: int,
+    row_bias: int,
+    activation_bits: int,
+) -> Matrix: ...
+def matmul(matrix: Matrix, x: int, T: int, out: int) -> None: ...
+def gather_rows(matrix: Matrix, ids: int, n: int, out: int) -> None: ...
+
+class PlacedMatrix:
+    pass
+
+def make_placed(shape: Matrix, codes: int, scales: int, biases: int, row_bias: int) -> PlacedMatrix: ...
+
+class Experts:
+    def __init__(
+        self, arg0: PlacedMatrix, arg1: PlacedMatrix, arg2: PlacedMatrix, arg3: int, arg4: float, arg5: float, /
+    ) -> None: ...
+    def forward(
+        self,
+        n_experts: int,
+        addresses: int,
+        row_start: int,
+        n_rows: int,
+        token_of_row: int,
+        out_row: int,
+        x: int,
+        n_tokens: int,
+        out: int,
+        n_out: int,
+    ) -> None: ...
+
+def combine(pairs: int, weights: int, T: int, K: int, D: int, out: int) -> None: ...
+def rms_norm(x: int, weight: int, T: int, D: int, eps: float, unit_offset: bool, out: int) -> None: ...
+def topk_softmax(logits: int, T: int, E: int, k: int, renormalise: bool, weights: int, experts: int) -> None: ...
+
+class AttentionStep:
+    def __init__(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: int,
+        arg6: int,
+        arg7: int,
+        arg8: int,
+        arg9: int,
+        /,
+    ) -> None: ...
+
+class AttentionLayer:
+    def forward(self, step: AttentionStep, x: int, out: int) -> int: ...
+    def scratch_bytes(self, T: int) -> int: ...
+
+def make_attention(
+    q: Matrix,
+    k: Matrix,
+    v: Matrix,
+    o: Matrix,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    layer: int,
+    n_layers: int,
+    scale: float,
+    norm: int,
+    q_norm: int,
+    k_norm: int,
+    eps: float,
+    unit_offset: bool,
+    output_gate: bool,
+    window: int,
+    sinks: int,
+) -> AttentionLayer: ...
