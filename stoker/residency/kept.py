@@ -227,8 +227,20 @@ class KeptSlots(ABC):
         self._reap()
         return {expert for expert, address in enumerate(self.table) if address}
 
-    def has_free_slot(self) -> bool:
-        return bool(self._free)
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def adopt(self, expert: int, slot: Slot) -> Slot | None:
+        """Take over a slot that holds `expert` whole for a free one of the same size; None when none is free."""
+        if not self._free or expert in self.held or slot.nbytes != self.record_bytes:
+            return None
+        self._admit(expert, set())
+        free = self._free.pop()
+        slot.ahead = False
+        self.held[expert] = slot
+        self.table[expert] = slot.address
+        self.whole += 1
+        return free
 
     # The mechanism.
 

@@ -117,12 +117,10 @@ def _counts(slots: int | Sequence[int], sizes: Sequence[PoolSize]) -> tuple[int,
 
 
 def _ring(arena_bytes: int, sizes: Sequence[PoolSize], ring_records: int | None) -> int:
-    """The ring as asked for, or up to RING_RECORDS from a quarter of the arena; the rest is a slot a pool."""
+    """The ring as asked for, or up to RING_RECORDS from a quarter of the arena; the rest is at least a slot a pool."""
     largest = max(size.record_bytes for size in sizes)
-    ring = ring_records
-    if ring is None:
-        ring = max(RING_FLOOR, min(RING_RECORDS, arena_bytes // 4 // largest))
-    floor = ring * largest + sum(size.record_bytes for size in sizes)
+    one_each = sum(size.record_bytes for size in sizes)
+    floor = (ring_records or RING_FLOOR) * largest + one_each
     if arena_bytes < floor:
         raise BudgetError(
             "the arena is too small for one slot a pool and the ring",
@@ -131,4 +129,5 @@ def _ring(arena_bytes: int, sizes: Sequence[PoolSize], ring_records: int | None)
             got=f"{arena_bytes} bytes",
             remedy="name a larger memory budget",
         )
-    return ring
+    spare = min(arena_bytes // 4, arena_bytes - one_each)
+    return ring_records or max(RING_FLOOR, min(RING_RECORDS, spare // largest))

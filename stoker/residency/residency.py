@@ -84,18 +84,21 @@ class Residency:
         return self._homes[pool].acquire(experts)
 
     def stream(
-        self, pool: int, experts: Sequence[int], *, read_ahead: Ahead | None = None
+        self, pool: int, experts: Sequence[int], *, read_ahead: Ahead | None = None, keep: Sequence[int] = ()
     ) -> Iterator[tuple[int, int]]:
         """whole_layer: (position in `experts`, slot address) of every expert once, ascending by expert id.
 
         Experts that are resident are used where they are; all others go through the ring, and nothing leaves the
         decode set. `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts,
         kept in the ring, used by that pool's stream; what it does not need is waste. An address is valid until the
-        next item is asked for. Raises ReadError naming pool and expert; streaming again is a valid retry.
+        next item is asked for. `keep` names experts, best first, that decoding will probably want: they stay in slots
+        that are free, as many as there are, without another read (not in a pool whose records are shorter than the
+        ring's slots). Raises ReadError naming pool and expert; streaming again is a valid retry.
         """
         self._reads.check_open()
         ahead_kept = self._kept[read_ahead[0]] if read_ahead and self._kept else None
-        return self._ring.stream(pool, experts, self._kept[pool] if self._kept else None, read_ahead, ahead_kept)
+        kept = self._kept[pool] if self._kept else None
+        return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep)
 
     # Ahead of demand.
 

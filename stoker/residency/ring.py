@@ -45,13 +45,14 @@ class Ring:
         kept: KeptSlots | None,
         ahead: Ahead | None,
         ahead_kept: KeptSlots | None,
+        keep: Sequence[int] = (),
     ) -> Iterator[tuple[int, int]]:
         """(position in `experts`, slot address), ascending by expert; an address is valid until the next is asked for.
 
         `kept` holds the decode set of the pool, if there is one, `ahead_kept` that of the pool in `ahead`.
         Raises ReadError naming pool and expert; everything stays usable, and streaming again is a valid retry.
         """
-        return Layer(self, pool, experts, kept, ahead, ahead_kept).run()
+        return Layer(self, pool, experts, kept, ahead, ahead_kept, keep).run()
 
     # What a layer asks of the ring.
 
@@ -85,9 +86,10 @@ class Ring:
         self._held[pool, expert] = slot
         return slot
 
-    def consumed(self, slot: Slot) -> None:
+    def consumed(self, slot: Slot, in_exchange: Slot | None = None) -> None:
+        """The record is not needed any more, or its slot went to the decode set, `in_exchange` for a free one."""
         del self._held[slot.pool, slot.expert]
-        self._scratch.give_back(slot)
+        self._scratch.give_back(in_exchange or slot)
 
     def discard(self, slot: Slot) -> None:
         """A record that is not wanted any more, whole or not."""
@@ -150,6 +152,7 @@ class Layer:
         kept: KeptSlots | None,
         ahead: Ahead | None,
         ahead_kept: KeptSlots | None,
+        keep: Sequence[int],
     ) -> None:
         self.ring, self.pool, self.experts, self.kept = ring, pool, experts, kept
         self.counters = ring.reads.counters
@@ -159,6 +162,8 @@ class Layer:
         self.ahead_pool = ahead[0] if ahead else -1
         self.ahead_plan = deque(sorted(ahead[1])) if ahead else deque()
         self.ahead_kept = ahead_kept
+        self.keep_wish = keep
+        self.keep: set[int] = set()  # as many of them as there are free slots
 
     def run(self) -> Iterator[tuple[int, int]]:
         order = sorted(range(len(self.experts)), key=self.experts.__getitem__)
@@ -183,6 +188,8 @@ class Layer:
         """Which experts are resident, which were read ahead, which must be read. Counts the demand."""
         if self.kept is not None:
             self.kept.pins.append(self.pin)
+            room = self.kept.free_slots()
+            self.keep = set([expert for expert in self.keep_wish if expert not in self.kept.held][:room])
         needed = sorted(self.experts)
         self.ring.keep_only(self.pool, set(needed))
         hits = sum(self._is_whole(expert) for expert in needed)
@@ -239,8 +246,10 @@ class Layer:
     def _give_back(self, expert: int) -> None:
         self.pin.retired.add(expert)
         slot = self.ring.find(self.pool, expert)
-        if slot is not None:
-            self.ring.consumed(slot)
+        if slot is None:
+            return
+        adopt = self.kept is not None and expert in self.keep
+        self.ring.consumed(slot, self.kept.adopt(expert, slot) if adopt and self.kept is not None else None)
 
 
 class RingHome:

@@ -29,9 +29,10 @@ def stream_all(
     pool: int,
     experts: Sequence[int],
     read_ahead: tuple[int, Sequence[int]] | None = None,
+    keep: Sequence[int] = (),
 ) -> None:
     seen = []
-    for position, address in residency.stream(pool, experts, read_ahead=read_ahead):
+    for position, address in residency.stream(pool, experts, read_ahead=read_ahead, keep=keep):
         assert store.holds(pool, experts[position], address)
         seen.append(experts[position])
     assert seen == sorted(experts)

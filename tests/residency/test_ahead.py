@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -349,3 +350,35 @@ def test_a_stream_uses_a_hot_prefetch_that_is_under_way(store: RecordFile, narro
         stream_all(residency, store, 2, [3, 4, 5, 6])
         assert reads_of(narrow) == 4
         assert residency.tally.prefetch_late == 2
+
+
+def test_a_stream_leaves_what_decoding_will_want_in_free_slots(store: RecordFile, queue: ReadQueue) -> None:
+    """Pool 2 has the longest records, so its slots and the ring's can change places."""
+    with Residency(store, queue, path="hot", slots=4, ring_records=4) as residency:
+        take_all(residency, store, 2, [20])
+        stream_all(residency, store, 1, [0], read_ahead=(2, [0, 1, 2]))
+        stream_all(residency, store, 2, range(24), keep=[7, 20, 1, 9, 11])
+        assert residency.resident(2) == {20, 7, 1, 9}
+        before = reads_of(queue)
+        assert take_all(residency, store, 2, [1, 7, 9, 20]) == [[1, 7, 9, 20]]
+        stream_all(residency, store, 2, range(24), keep=range(24))
+        assert residency.resident(2) == {20, 7, 1, 9}, "nothing leaves for what a stream would like to keep"
+        assert reads_of(queue) - before == 20
+        take_all(residency, store, 2, [2, 3, 5])
+        check_books(residency)
+
+
+def test_an_error_in_a_wave_reaches_the_lease(queue: ReadQueue, tmp_path: Path) -> None:
+    """A consumer that is busy while the read of another expert fails must not have it read again in silence."""
+    cut = RecordFile.write(tmp_path / "cut.bin", (8,), (2,))
+    with cut.path.open("r+b") as file:
+        file.truncate(BLOCK + 7 * 2 * BLOCK + BLOCK)
+    for path in ("hot", "staged", "exact"):
+        failed = queue.stats()["failed"]
+        with Residency(cut, queue, path=path, slots=3) as residency:
+            queue.inject(1, "delay", delay_ns=5_000_000)
+            with residency.acquire(0, [7, 0, 1, 2, 3, 4, 5, 6]) as lease, pytest.raises(ReadError, match="expert 7"):
+                for _ in lease.arrivals():
+                    time.sleep(0.02)
+            assert queue.stats()["failed"] - failed == 1
+            take_all(residency, cut, 0, [0, 1, 2, 3, 4, 5, 6])

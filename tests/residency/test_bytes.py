@@ -85,7 +85,7 @@ class Driver:
                     break
 
     def stream(self, what: tuple[int, list[int]], ahead: tuple[int, list[int]]) -> None:
-        stream_all(self.residency, self.store, *what, read_ahead=ahead)
+        stream_all(self.residency, self.store, *what, read_ahead=ahead, keep=what[1][::2])
 
     def leave_stream(self, what: tuple[int, list[int]], ahead: tuple[int, list[int]], after: int) -> None:
         for count, (position, address) in enumerate(self.residency.stream(*what, read_ahead=ahead)):
