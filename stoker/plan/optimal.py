@@ -26,7 +26,7 @@ def next_uses(stream: Stream) -> np.ndarray:
 
 
 def min_misses(stream: Stream, capacity: int) -> np.ndarray:
-    """Misses of each event under MIN with bypass, int64 [events]. Belady 1966; sets as events after Zhang 2608.07911."""
+    """Misses of each event under MIN with bypass, int64 [events]. Belady 1966, on sets (Zhang 2608.07911)."""
     never = len(stream)
     base = int(stream.experts.max(initial=0)) + 1  # code = -(next use * base + expert): the heap's top is farthest
     nexts = next_uses(stream)

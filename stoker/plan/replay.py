@@ -1,7 +1,7 @@
 """Event-atomic replay of routes through a cache: which policy, how many slots, cut how. Counts; timed.py adds time.
 
-The policy objects are the engine's (stoker.residency.policies); `min` and `min:W` are the offline floors, `static` takes
-its ranking from the routes. Hits are taken against the residents before the event; then all of it is admitted.
+The policy objects are the engine's (stoker.residency.policies); `min` and `min:W` are the offline floors, `static`
+takes its ranking from the routes. Hits are taken against the residents before the event; then all of it is admitted.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Replay with time: when reads start and end, what the compute waits for, what prefetch buys and wastes.
 
 A layer takes `attention_ms`, then its experts are known (the need); reads of missing experts go out, those that were
-prefetched and landed count as on time; when all are there the experts take `experts_ms`. Prefetches go out at the need of
-an earlier event, behind all demand; what has not started when its event comes is cancelled or becomes demand. A
+prefetched and landed count as on time; when all are there the experts take `experts_ms`. Prefetches go out at the
+need of an earlier event, behind all demand; what has not started when its event comes is cancelled or becomes demand. A
 prefetch that proves wrong is dropped: the cache sees the same misses as without. Milliseconds of simulated time.
 """
 
@@ -149,7 +149,7 @@ class _Run:
         return self.tally
 
     def _event(self, index: int, place: int, event: list[int]) -> float:
-        """One layer at its need: reads, cache update, prefetches for later. Returns the stall; moves the clock by it."""
+        """One layer at its need: reads, cache update, prefetches. Returns the stall; moves the clock by it."""
         need_ms = self.clock_ms
         self.device.advance(need_ms)
         base, cache = self.key_base[place], self.caches[self.pools[place]]
