@@ -18,6 +18,7 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTokenBlock = 64;
 constexpr int64_t kSegmentRows = 256;  // rows of one expert that are worked on together
 constexpr int64_t kBatchRows = 1024;   // rows between two barriers; bounds the workspace
+constexpr int64_t kFewColumns = 16384; // about 4 microseconds of encoding
 constexpr int64_t kMaxUnit = 128;      // columns of the widest encoding unit
 constexpr int64_t kDownRun = 16;       // tiles of down that a thread takes at once
 
@@ -201,11 +202,16 @@ void Experts::forward(const ExpertRows& rows, const float* x, float* out) const 
 
   const int64_t units = job.down_encoding.units(F), tiles = down_.shape.tiles();
   const int64_t down_parts = (tiles + kDownRun - 1) / kDownRun;
+  // A few rows are encoded before the workers have woken up; then nobody waits for them at the first barrier.
+  const bool few = most_rows * D <= kFewColumns && plan.batches.size() == 1;
+  if (few) encode_batch(job, plan, plan.batches[0], 0, 1);
   pool().run([&](int thread, int n_threads) {
     for (size_t b = 0; b < plan.batches.size(); ++b) {
       const Batch& batch = plan.batches[b];
-      encode_batch(job, plan, batch, thread, n_threads);
-      pool().barrier();
+      if (!few) {
+        encode_batch(job, plan, batch, thread, n_threads);
+        pool().barrier();
+      }
       take_tasks(queues[2 * b], plan, batch, units, [&](const Segment& s, int64_t unit) { hidden_unit(job, s, unit); });
       pool().barrier();
       take_tasks(queues[2 * b + 1], plan, batch, down_parts, [&](const Segment& s, int64_t part) {

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTokenBlock = 64;        // accumulators of a block stay in L1, its encoded rows in L2
+constexpr int64_t kFewColumns = 16384;      // about 4 microseconds of encoding
 constexpr int64_t kRunBytes = 96 * 1024;   // weight bytes that a thread takes at once, one forward stream
 
 int64_t tile_bytes(const Matrix& m) {
@@ -71,10 +72,15 @@ void matmul(const Matrix& m, const float* x, int64_t T, float* out) {
   Activations& acts = activations;  // the caller's, not each worker's
   acts.prepare(encoding_of(m), T, m.cols);
   kernels();  // an unusable STOKER_ISA throws here, not in a worker
+  // A few rows are encoded before the workers have woken up; then nobody waits for them at a barrier.
+  const bool few = T * m.cols <= kFewColumns;
+  if (few) acts.encode(x, m.cols, 0, 1);
   TileQueue queue;
   pool().run([&](int thread, int n_threads) {
-    acts.encode(x, m.cols, thread, n_threads);
-    pool().barrier();
+    if (!few) {
+      acts.encode(x, m.cols, thread, n_threads);
+      pool().barrier();
+    }
     multiply_in_region(m, acts.rows(), out, m.rows, queue);
   });
 }

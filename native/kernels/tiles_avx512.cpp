@@ -11,7 +11,8 @@
 namespace stoker {
 namespace {
 
-constexpr int64_t kAhead = 2048;  // bytes of codes fetched ahead in the single-token loop
+constexpr int64_t kAhead = 2048;       // bytes of codes fetched ahead: hides the memory's latency
+constexpr int64_t kScalesAhead = 128;  // scales and biases, in elements of 2 bytes
 
 inline __m512 load_scales(const uint16_t* p, bool is_half) {
   const __m256i v = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
@@ -98,6 +99,8 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
     __m512i w[GROUP / 4];
     unpack_group<BITS, GROUP>(codes, w);
     for (int64_t i = 0; i < kGroupBytes; i += 64) _mm_prefetch(codes + kAhead + i, _MM_HINT_T0);
+    _mm_prefetch(scales + 16 * g + kScalesAhead, _MM_HINT_T0);
+    _mm_prefetch(biases + 16 * g + kScalesAhead, _MM_HINT_T0);
     const __m512 scale = load_scales(scales + 16 * g, m.scale_is_half);
     const __m512 bias = load_scales(biases + 16 * g, m.scale_is_half);
     int64_t t = 0;

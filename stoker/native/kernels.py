@@ -5,6 +5,8 @@ function, bit for bit, of its activation row and the weights, whatever the batch
 The GIL is released inside. Calls must come from one thread at a time to be fast; from several they are safe.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,8 @@ class Matrix:
         if row_bias is not None:
             _check("row_bias", row_bias, torch.float32, (spec.rows,))
         self._tensors = (codes, scales, biases, row_bias)
-        self.native = _native_matrix(spec, *(0 if t is None else t.data_ptr() for t in self._tensors), activation_bits)
+        addresses = [0 if t is None else t.data_ptr() for t in self._tensors]
+        self.native = _native_matrix(spec, addresses, activation_bits)
 
 
 def matmul(m: Matrix, x_TC: Tensor, out: Tensor | None = None) -> Tensor:
@@ -197,16 +200,27 @@ def _check_bytes(name: str, tensor: Tensor, nbytes: int, natural: torch.dtype) -
         )
 
 
-def _native_matrix(
-    spec: MatrixSpec, codes: int, scales: int, biases: int, row_bias: int, activation_bits: int = 8
-) -> _kernels.Matrix:
+def _native_matrix(spec: MatrixSpec, addresses: Sequence[int], activation_bits: int = 8) -> _kernels.Matrix:
+    """addresses: of codes, scales, biases and row_bias; 0 for what is absent."""
     fmt = spec.format
     half = fmt.scale_dtype == "f16"
-    shape = (fmt.kind, fmt.bits, fmt.group_size, half, spec.rows, spec.cols)
-    return _kernels.make_matrix(*shape, codes, scales, biases, row_bias, activation_bits)
+    codes, scales, biases, row_bias = addresses
+    return _kernels.make_matrix(
+        fmt.kind,
+        fmt.bits,
+        fmt.group_size,
+        half,
+        spec.rows,
+        spec.cols,
+        codes,
+        scales,
+        biases,
+        row_bias,
+        activation_bits,
+    )
 
 
 def _native_placed(placed: PlacedMatrix) -> _kernels.PlacedMatrix:
-    shape = _native_matrix(placed.spec, 0, 0, 0, 0)
+    shape = _native_matrix(placed.spec, (0, 0, 0, 0))
     row_bias = -1 if placed.row_bias is None else placed.row_bias
     return _kernels.make_placed(shape, placed.codes, placed.scales, placed.biases, row_bias)

@@ -141,8 +141,8 @@ def test_ragged_and_mixed_formats(isa: str) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
 def test_a_row_does_not_depend_on_its_company(isa: str, fmt: WeightFormat) -> None:
-    pool = Pool(make_layout(128, 128, fmt), "silu", 3)
-    x = torch.from_numpy(pool.rng.standard_normal((37, 128)).astype(np.float32))
+    pool = Pool(make_layout(256, 128, fmt), "silu", 3)
+    x = torch.from_numpy(pool.rng.standard_normal((37, 256)).astype(np.float32))
     rows = [(e, t) for e in range(3) for t in range(37) if (e + t) % 2 or e == 1]
     before = kernels.threads()
     together = pool.run(rows, x)

@@ -108,8 +108,8 @@ def test_random_shapes(fmt: WeightFormat, rows: int, units: int, odd: int, token
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
 def test_a_row_does_not_depend_on_its_company(isa: str, fmt: WeightFormat, two_threads: None) -> None:
     rng = np.random.default_rng(7)
-    m, _, _ = random_matrix(80, 384, fmt, rng, row_bias=True)
-    x = activations(37, 384, rng)
+    m, _, _ = random_matrix(80, 512, fmt, rng, row_bias=True)
+    x = activations(37, 512, rng)  # enough to be encoded by all threads, which single rows are not
     together = kernels.matmul(m, x)
     for n_threads in (1, 2):
         kernels.set_threads(n_threads)
