@@ -52,10 +52,13 @@ def _numel(shape: tuple[int, ...]) -> int:
     return count
 
 
-def load_dense(model: PreTrainedModel, store: Store) -> DenseWeights:
-    """Read every dense tensor into its module. Raises StoreError when names and modules do not match exactly."""
+def load_dense(model: PreTrainedModel, store: Store, activation_bits: int = 16) -> DenseWeights:
+    """Read every dense tensor into its module. Raises StoreError when names and modules do not match exactly.
+
+    activation_bits: 8 or 16, how finely the inputs of affine linears are rounded.
+    """
     names = NameMap(model)
-    loader = _Loader(model, store)
+    loader = _Loader(model, store, activation_bits)
     plain = [t for t in store.dense.values() if t.spec is None]
     for tensor in plain:
         loader.plain(tensor, names(tensor.name))
@@ -67,8 +70,8 @@ def load_dense(model: PreTrainedModel, store: Store) -> DenseWeights:
 
 
 class _Loader:
-    def __init__(self, model: PreTrainedModel, store: Store) -> None:
-        self.model, self.store = model, store
+    def __init__(self, model: PreTrainedModel, store: Store, activation_bits: int) -> None:
+        self.model, self.store, self.activation_bits = model, store, activation_bits
         self.weights = DenseWeights(io.Arena(max(quantised_bytes(store), 4096)))
         self.cursor = 0
         self.expected = set(dict(model.named_parameters(remove_duplicate=False))) | self._persistent_buffers()
@@ -145,7 +148,8 @@ class _Loader:
             self._check_shape(name, spec, module.weight)
             parts = {part: self._place(tensor, part) for part in tensor.parts}
             bias = getattr(module, "bias", None)
-            matrix = kernels.Matrix(spec, *_typed(spec, parts), row_bias=_loaded(bias, path))
+            fine = self.activation_bits if spec.format.kind == "affine" else 8
+            matrix = kernels.Matrix(spec, *_typed(spec, parts), row_bias=_loaded(bias, path), activation_bits=fine)
             if isinstance(module, nn.Linear):
                 self._replace_linear(path, name, matrix)
             else:

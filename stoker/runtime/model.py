@@ -56,6 +56,7 @@ class Options:
     io_backend: str = "auto"
     direct: bool = True
     fuse: bool = True
+    activation_bits: int = 16
 
 
 def load(directory: str | FilePath, options: Options | None = None, recorder: Any = None) -> Runtime:
@@ -162,7 +163,7 @@ class Runtime:
             recorder=recorder,
         )
         self._attach_experts()
-        self.weights = dense.load_dense(model, store)
+        self.weights = dense.load_dense(model, store, options.activation_bits)
         self.fusion = fuse(model, self.step) if options.fuse else FusionReport()
         self._attach_routers()
         self.kv = KVPool(shape, options.ctx_size) if shape else None

@@ -59,12 +59,15 @@ def forced_routes(model: PreTrainedModel, routes: dict[int, Tensor]) -> Iterator
         gaps.extend(((theirs - ours).amax(-1) / spread)[different].tolist())
         return torch.return_types.topk((values, wanted))
 
+    def leave(*_: object) -> None:
+        current.pop()
+
     handles = []
     for block in moe_blocks(model):
         router = block.router
         assert router is not None
         handles.append(router.register_forward_pre_hook(lambda *_, layer=block.layer: current.append(routes[layer])))
-        handles.append(router.register_forward_hook(lambda *_: current.pop() and None))
+        handles.append(router.register_forward_hook(leave))
     try:
         with mock.patch.object(torch, "topk", topk):
             yield gaps
