@@ -118,8 +118,7 @@ _Found = dict[tuple[str, str, int | None], TensorEntry]
 def _layer_experts(checkpoint: Checkpoint, layer: int, found: _Found) -> list[ExpertSource]:
     count = _count(checkpoint, layer, found)
     return [
-        ExpertSource(layer, e, {m: _matrix(checkpoint, layer, e, m, found, count) for m in MATRICES})
-        for e in range(count)
+        ExpertSource(layer, e, {m: _matrix(checkpoint, layer, e, m, found) for m in MATRICES}) for e in range(count)
     ]
 
 
@@ -138,48 +137,56 @@ def _count(checkpoint: Checkpoint, layer: int, found: _Found) -> int:
     return count
 
 
-def _matrix(checkpoint: Checkpoint, layer: int, e: int, matrix: str, found: _Found, count: int) -> SourceMatrix:
-    def entry(role: str) -> tuple[TensorEntry, str, int | None] | None:
-        for part in (matrix, "gate_up") if matrix != "down" else (matrix,):
-            for expert in (e, None):
-                if (part, role, expert) in found:
-                    return found[part, role, expert], part, expert
-        return None
-
-    weight = entry("weight")
-    if weight is None:
-        raise CheckpointError(f"layer {layer}, expert {e}: no {matrix} matrix", where=str(checkpoint.path))
-    tensor, part, own = weight
-    is_parameter = own is None and tensor.name.rsplit(".", 1)[-1] != "weight"
-    is_fused = own is None and (part == "gate_up" or is_parameter)
-    layout = fused_layout(checkpoint.model_type, tensor.name) if is_fused else Fused()
+def _matrix(checkpoint: Checkpoint, layer: int, e: int, matrix: str, found: _Found) -> SourceMatrix:
+    part, own, tensor = _find(checkpoint, layer, e, matrix, found)
+    layout = _layout(checkpoint, tensor, part, own)
     rows, cols = _dims(tensor, own, layout)
     if part == "gate_up":
         if rows % 2:
             raise CheckpointError("gate and up do not halve", where=tensor.name, got=f"{rows} rows")
         rows //= 2
+    start, step = _rows_of(matrix, part, rows, layout)
 
     def cut(role: str) -> Slice | None:
-        item = entry(role)
-        if item is None:
-            return None
-        source = item[0]
-        start, step = 0, 1
-        if part == "gate_up":
-            step = 2 if layout.interleaved else 1
-            start = (0 if matrix == "gate" else 1) if layout.interleaved else (0 if matrix == "gate" else rows)
-        return Slice(source, None if own is not None else e, rows, start, step, layout.transposed)
+        entry = found.get((part, role, own))
+        return None if entry is None else Slice(entry, e if own is None else None, rows, start, step, layout.transposed)
 
-    scales = cut("scales")
+    weight, scales = cut("weight"), cut("scales")
+    assert weight is not None
     fmt = None if scales is None else module_format(checkpoint.config, tensor, scales.entry)
     if fmt is not None:
         cols = cols * 32 // fmt.bits
     elif tensor.dtype not in FLOATS:
         raise CheckpointError("unsupported dtype", where=tensor.name, expected=", ".join(FLOATS), got=tensor.dtype)
     _check_dims(checkpoint, tensor, matrix, rows, cols)
-    sliced = cut("weight")
-    assert sliced is not None
-    return SourceMatrix(rows, cols, fmt, sliced, scales, cut("biases"), cut("row_bias"))
+    return SourceMatrix(rows, cols, fmt, weight, scales, cut("biases"), cut("row_bias"))
+
+
+def _find(
+    checkpoint: Checkpoint, layer: int, e: int, matrix: str, found: _Found
+) -> tuple[str, int | None, TensorEntry]:
+    """Which tensor holds a matrix: (part, its own expert index or None where stacked, tensor)."""
+    for part in (matrix,) if matrix == "down" else (matrix, "gate_up"):
+        for own in (e, None):
+            if (part, "weight", own) in found:
+                return part, own, found[part, "weight", own]
+    raise CheckpointError(f"layer {layer}, expert {e}: no {matrix} matrix", where=str(checkpoint.path))
+
+
+def _layout(checkpoint: Checkpoint, tensor: TensorEntry, part: str, own: int | None) -> Fused:
+    """Stacked modules (name.weight) keep [outputs, inputs]; fused parameters are laid out as their authors liked."""
+    is_parameter = not tensor.name.endswith(".weight")
+    if own is None and (part == "gate_up" or is_parameter):
+        return fused_layout(checkpoint.model_type, tensor.name)
+    return Fused()
+
+
+def _rows_of(matrix: str, part: str, rows: int, layout: Fused) -> tuple[int, int]:
+    """(first row, step) of a matrix inside the tensor that holds it."""
+    if part != "gate_up":
+        return 0, 1
+    second = matrix == "up"
+    return (int(second), 2) if layout.interleaved else (rows * second, 1)
 
 
 def _dims(entry: TensorEntry, expert: int | None, layout: Fused) -> tuple[int, int]:

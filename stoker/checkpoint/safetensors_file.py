@@ -74,7 +74,7 @@ class TensorEntry:
 def pread(file: Path, offset: int, nbytes: int, *, what: str, error: type[StokerError] = CheckpointError) -> np.ndarray:
     """uint8 [nbytes] from `file`. Raises `error` naming `what` where the file is shorter or unreadable."""
     buffer = np.empty(nbytes, dtype=np.uint8)
-    view = memoryview(buffer)
+    view = memoryview(buffer)  # type: ignore[arg-type]
     done = 0
     try:
         fd = os.open(file, os.O_RDONLY)

@@ -8,7 +8,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.errors import StoreError
 from stoker.quant.formats import ExpertLayout, MatrixSpec, PlacedMatrix, WeightFormat
@@ -40,9 +40,16 @@ class DenseEntry:
     checksums: dict[str, str] = field(default_factory=dict)
 
 
+class FileEntry(NamedTuple):
+    """A weight file: its size, and the checksum of its header (length prefix and padding included)."""
+
+    nbytes: int
+    header: str
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """`source`: kind, name and fingerprint of what was packed. `files`: weight files with their sizes in bytes.
+    """`source`: kind, name and fingerprint of what was packed. `files`: the weight files.
 
     `side_files`: everything else (config, tokenizer) with checksums. `notes`: what packing left out or kept plain.
     """
@@ -51,7 +58,7 @@ class Manifest:
     quantisation: dict[str, Any]
     pools: tuple[PoolEntry, ...]
     dense: tuple[DenseEntry, ...]
-    files: dict[str, int]
+    files: dict[str, FileEntry]
     side_files: dict[str, str]
     notes: dict[str, list[str]] = field(default_factory=dict)
 
@@ -72,7 +79,7 @@ class Manifest:
             "source": self.source,
             "quantisation": self.quantisation,
             "checksum": "crc32",
-            "files": self.files,
+            "files": {name: {"bytes": f.nbytes, "header": f.header} for name, f in self.files.items()},
             "side_files": self.side_files,
             "notes": self.notes,
             "pools": [_pool_json(pool) for pool in self.pools],
@@ -103,7 +110,7 @@ def read_manifest(directory: Path) -> Manifest:
             quantisation=dict(body["quantisation"]),
             pools=tuple(_pool(item) for item in body["pools"]),
             dense=tuple(_dense(item) for item in body["dense"]),
-            files={str(k): int(v) for k, v in body["files"].items()},
+            files={name: FileEntry(int(f["bytes"]), f["header"]) for name, f in body["files"].items()},
             side_files=dict(body["side_files"]),
             notes=dict(body["notes"]),
         )

@@ -38,10 +38,10 @@ def pack(plan: PackPlan, path: Path, progress: Progress | None = None, *, shard_
     side_files = plan.checkpoint.side_files()
     with StoreWriter(path, plan.manifest, plan.identity, shard_bytes=shard_bytes) as writer:
         writer.check_room()
-        for source in plan.dense:
-            if not writer.has(source.entry.name):
-                writer.write_dense(source.entry.name, _dense_chunks(plan, source))
-            _tell(progress, writer.item_bytes(source.entry.name))
+        for dense in plan.dense:
+            if not writer.has(dense.entry.name):
+                writer.write_dense(dense.entry.name, _dense_chunks(plan, dense))
+            _tell(progress, writer.item_bytes(dense.entry.name))
         for pool, experts in zip(plan.manifest.pools, plan.experts, strict=True):
             for expert, source in enumerate(experts):
                 key = ExpertKey(pool.id, expert)

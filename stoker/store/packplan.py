@@ -14,7 +14,7 @@ from stoker.checkpoint.layouts import FOREIGN_QUANTISATION, expert_tensor, layer
 from stoker.checkpoint.safetensors_file import FLOATS, TensorEntry
 from stoker.checkpoint.source import Checkpoint
 from stoker.errors import CheckpointError, OptionError
-from stoker.quant.formats import ExpertLayout, MatrixSpec, WeightFormat
+from stoker.quant.formats import ExpertLayout, MatrixSpec, ScaleDtype, WeightFormat
 from stoker.store.files import plain_dtype
 from stoker.store.manifest import DenseEntry, Manifest, PoolEntry
 
@@ -45,7 +45,7 @@ class PackOptions:
         bits = self.bits or DEFAULT_BITS
         if bits == 16:
             return WeightFormat("bf16")
-        scale = "f16" if source_dtype == "F16" else "bf16"
+        scale: ScaleDtype = "f16" if source_dtype == "F16" else "bf16"
         return WeightFormat("affine", bits, self.group_size or DEFAULT_GROUP, scale)
 
 

@@ -19,7 +19,7 @@ from stoker.errors import StoreError
 from stoker.ids import ExpertKey, Extent
 from stoker.quant.formats import RECORD_ALIGNMENT, ExpertLayout, MatrixSpec
 from stoker.store.files import Part, dense_parts, record_name
-from stoker.store.manifest import DenseEntry, Manifest, PoolEntry, read_manifest
+from stoker.store.manifest import DenseEntry, FileEntry, Manifest, PoolEntry, read_manifest
 
 PIECE_BYTES = 8 << 20
 
@@ -116,24 +116,29 @@ def open_store(path: str | Path) -> Store:
         raise StoreError("no such directory", where=str(directory))
     manifest = read_manifest(directory)
     entries: dict[str, TensorEntry] = {}
-    for name, size in manifest.files.items():
-        entries.update(_open_file(directory / name, size))
+    for name, listed in manifest.files.items():
+        entries.update(_open_file(directory / name, listed))
     return Store(directory, manifest, _config(directory, manifest), entries)
 
 
-def _open_file(file: Path, size: int) -> dict[str, TensorEntry]:
+def _open_file(file: Path, listed: FileEntry) -> dict[str, TensorEntry]:
     if not file.exists():
         raise StoreError("a file of the store is missing", where=str(file), remedy="copy it again, or pack again")
     found = file.stat().st_size
-    if found != size:
+    if found != listed.nbytes:
         raise StoreError(
             "a file of the store has the wrong size: it was cut, or belongs to another store",
             where=str(file),
-            expected=f"{size} bytes",
+            expected=f"{listed.nbytes} bytes",
             got=f"{found} bytes",
             remedy="copy it again, or pack again",
         )
-    return read_header(file, StoreError)
+    entries = read_header(file, StoreError)
+    start = min((entry.offset for entry in entries.values()), default=found)
+    header = _checksum(Extent(str(file), 0, start), "the header", None)
+    if header != listed.header:
+        raise StoreError("the header is damaged", where=str(file), expected=f"checksum {listed.header}", got=header)
+    return entries
 
 
 def _config(directory: Path, manifest: Manifest) -> dict[str, Any]:
@@ -204,7 +209,8 @@ def _checksum(extent: Extent, name: str, progress: Callable[[int], None] | None)
     value, offset, end = 0, extent.offset, extent.offset + extent.length
     while offset < end:
         length = min(PIECE_BYTES, end - offset)
-        value = zlib.crc32(pread(Path(extent.file), offset, length, what=name, error=StoreError), value)
+        piece = pread(Path(extent.file), offset, length, what=name, error=StoreError)
+        value = zlib.crc32(piece.data, value)
         if progress is not None:
             progress(length)
         offset += length

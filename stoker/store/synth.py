@@ -47,7 +47,7 @@ class RandomWeights:
 
     def matrix(self, tensor: SynthTensor) -> Parts:
         """tile16 parts of an affine tensor."""
-        spec = MatrixSpec(*tensor.shape, self.format)
+        spec = tensor.matrix(self.format)
         placed = PlacedMatrix(spec, 0, spec.codes_bytes, spec.codes_bytes + spec.scales_bytes)
         buffer = np.zeros(spec.total_bytes, dtype=np.uint8)
         self._fill(buffer, placed, tensor.std, self._generator(tensor.name))
@@ -161,7 +161,7 @@ def side_files(shape: SynthShape) -> dict[str, bytes]:
 def _entry(tensor: SynthTensor, fmt: WeightFormat) -> DenseEntry:
     if tensor.fill != "affine":
         return DenseEntry(tensor.name, tensor.dtype, tensor.shape, None)
-    spec = MatrixSpec(*tensor.shape, fmt)
+    spec = tensor.matrix(fmt)
     return DenseEntry(tensor.name, plain_dtype(spec), tensor.shape, spec)
 
 

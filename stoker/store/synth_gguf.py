@@ -67,7 +67,7 @@ def write_gguf(path: Path, shape: SynthShape, seed: int, progress: Callable[[int
         fd = os.open(partial, os.O_RDWR)
         try:
             for name, offset, block in _pieces(shape, weights):
-                pwrite(fd, memoryview(block).cast("B"), offsets[name] + offset)
+                pwrite(fd, block.reshape(-1).view(np.uint8).data, offsets[name] + offset)
                 if progress is not None:
                     progress(block.nbytes)
             end = max(offsets[name] + _padded(_nbytes(*shapes[name])) for name in shapes)
@@ -131,7 +131,7 @@ def _pieces(shape: SynthShape, weights: RandomWeights) -> Iterator[tuple[str, in
 
 def _dense(weights: RandomWeights, tensor: SynthTensor) -> np.ndarray:
     if tensor.fill == "affine":
-        return q4_0_blocks(weights.matrix(tensor), MatrixSpec(*tensor.shape, FORMAT))
+        return q4_0_blocks(weights.matrix(tensor), tensor.matrix(FORMAT))
     return weights.plain(tensor).float().numpy()
 
 

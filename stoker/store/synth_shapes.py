@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stoker.errors import OptionError
+from stoker.quant.formats import MatrixSpec, WeightFormat
 
 Fill = Literal["affine", "normal", "log_uniform"]
 
@@ -24,6 +25,11 @@ class SynthTensor:
     std: float = 0.0
     mean: float = 0.0
     dtype: Literal["bf16", "f32"] = "bf16"
+
+    def matrix(self, fmt: WeightFormat) -> MatrixSpec:
+        """An affine tensor in a format."""
+        rows, cols = self.shape
+        return MatrixSpec(rows, cols, fmt)
 
 
 @dataclass(frozen=True)

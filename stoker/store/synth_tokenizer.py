@@ -4,6 +4,7 @@ Owns tokenizer.json and its settings, and the same vocabulary as a plain list fo
 """
 
 import json
+from typing import Any
 
 
 def token_list(vocabulary: int) -> list[str]:
@@ -30,7 +31,7 @@ def tokenizer_files(vocabulary: int) -> dict[str, bytes]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": vocabulary - 1, "content": END, "special": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

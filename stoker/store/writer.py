@@ -21,7 +21,7 @@ from stoker.ids import ExpertKey
 from stoker.store import manifest as manifest_file
 from stoker.store.disk import PARTIAL, disk_errors, pwrite, replace_file, require_room, sync_data, sync_directory
 from stoker.store.files import FilePlan, dense_parts, lay_out, part_name, record_name
-from stoker.store.manifest import Manifest
+from stoker.store.manifest import FileEntry, Manifest
 
 JOURNAL = "pack.journal"
 SYNC_BYTES = 256 << 20
@@ -221,13 +221,13 @@ class StoreWriter:
             pools.append(replace(pool, checksums=sums))
         dense = []
         for entry in self.plan.dense:
-            sums = dict(zip(dense_parts(entry), self._done[entry.name], strict=True))
-            dense.append(replace(entry, checksums=sums))
+            by_part = dict(zip(dense_parts(entry), self._done[entry.name], strict=True))
+            dense.append(replace(entry, checksums=by_part))
         return replace(
             self.plan,
             pools=tuple(pools),
             dense=tuple(dense),
-            files={file.name: file.nbytes for file in self.files},
+            files={file.name: FileEntry(file.nbytes, f"{zlib.crc32(file.header):08x}") for file in self.files},
             side_files={name: f"{zlib.crc32(content):08x}" for name, content in side_files.items()},
             notes=dict(notes or {}),
         )
