@@ -106,13 +106,20 @@ class Conversation:
         note(result.closing_line())
 
     def _stream(self) -> "Result":
+        options = self._options | {"max_tokens": self._room()}
         stream = self._model.stream(
-            self._messages(), session=self._session, on_prefill=common.prefill_progress, **self._options
+            self._messages(), session=self._session, on_prefill=common.prefill_progress, **options
         )
         with stream, common.interruptible(stream):
             common.write_pieces(stream)
         print(flush=True)
         return stream.result
+
+    def _room(self) -> int | None:
+        """--max-tokens, or less where a long conversation leaves less: an upper bound must not refuse the answer."""
+        wanted: int | None = self._options["max_tokens"]
+        left = self._model.runtime.ctx_size - len(self._model.encode(self._messages())) + 1
+        return wanted if wanted is None or left < 1 else min(wanted, left)
 
     def _messages(self) -> list[dict[str, str]]:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._turns

@@ -1,4 +1,4 @@
-"""Text out of tokens: pieces add up to the whole, characters stay whole, stop strings never leak, templates are safe."""
+"""Text out of tokens: pieces add up, characters stay whole, stop strings never leak, templates are safe."""
 
 import random
 import time
