@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from stoker.errors import TraceError
+from stoker.errors import OptionError, TraceError
 from stoker.trace.events import Phase
 from stoker.trace.reader import Trace, is_trace
+
+SYNTHETIC, SYNTHETIC_TOKENS = "synthetic:", 8000
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,13 @@ def from_array(experts_LTK: np.ndarray, name: str = "routes", n_experts: int | N
 
 
 def load_routes(path: str | Path) -> Routes:
-    """Routes of one file: .npz with `experts` [L, T, K], a BigMoeOnEdge .csv, or a stoker trace (its decode steps).
+    """Routes of one file: .npz with `experts` [L, T, K], a BigMoeOnEdge .csv, or a stoker trace (its decode steps); or
+    of the generator: `synthetic:PRESET[:TOKENS]`, with the shape of the preset.
 
     Raises TraceError naming the file where it is none of these.
     """
+    if str(path).startswith(SYNTHETIC):
+        return _generated(str(path))
     path = Path(path)
     if path.suffix == ".npz":
         return from_array(_npz(path), path.stem)
@@ -121,6 +126,15 @@ def load_routes(path: str | Path) -> Routes:
         where=str(path),
         expected="a stoker trace, an .npz with `experts` [L, T, K], or a route .csv",
     )
+
+
+def _generated(name: str) -> Routes:
+    from stoker.plan.synthetic import generate
+
+    preset, _, tokens = name.removeprefix(SYNTHETIC).partition(":")
+    if tokens and not tokens.isdecimal():
+        raise OptionError("tokens to generate", where=name, expected="synthetic:general:4000", got=tokens)
+    return from_array(generate(preset, int(tokens or SYNTHETIC_TOKENS)).experts_LTK, name.replace(":", "-"), 128)
 
 
 def _npz(path: Path) -> np.ndarray:

@@ -90,6 +90,36 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     }
 
 
+def sizes(path: str, text: str) -> list[int]:
+    """Slots a layer from `16,32` or `12.5%,25%` for the routes of one file."""
+    return parse_sizes(text, _routes(path))
+
+
+def parse_sizes(text: str, routes: Routes) -> list[int]:
+    """Slots a layer: numbers, or shares of the experts of a layer."""
+    found = []
+    for part in text.split(","):
+        try:
+            share = part.strip().endswith("%")
+            value = round(float(part.strip()[:-1]) / 100 * routes.experts) if share else int(part)
+        except ValueError:
+            raise OptionError("slots a layer", where="--slots", expected="16,32 or 12.5%,25%", got=part) from None
+        found.append(value)
+    return found
+
+
+def add_gap_to_floor(rows: Sequence[dict[str, Any]]) -> None:
+    """Where the same sweep has MIN: misses above the floor, and the share of LRU's distance to it recovered."""
+    key = ("trace", "slots_per_layer", "partition")
+    by_policy = {(*(row[name] for name in key), row["policy"]): row["misses_per_token"] for row in rows}
+    for row in rows:
+        where = tuple(row[name] for name in key)
+        floor, lru = by_policy.get((*where, "min")), by_policy.get((*where, "lru"))
+        misses = row["misses_per_token"]
+        row["misses_above_floor"] = (misses - floor) / floor if floor else None
+        row["gap_recovered"] = (lru - misses) / (lru - floor) if lru and floor and lru > floor else None
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -1,6 +1,6 @@
 """Synthetic routes with the reuse, popularity and predictability of real ones: a Gaussian latent model.
 
-A hidden state h wanders in time (a sum of AR(1) processes with memories of 300, 20 and 2 tokens, and fresh noise) and
+A hidden state h wanders in time (a sum of AR(1) processes with memories of 2000, 20 and 2 tokens, and fresh noise) and
 drifts from layer to layer; a router sees it through its own random matrix plus a fixed preference for some experts:
 
     z[t,l] = sqrt(static) b_l + sqrt(dynamic) W_l h[t,l] + sqrt(noise) n[t,l],   experts = top-k(z)
@@ -15,12 +15,12 @@ import numpy as np
 from stoker.errors import OptionError
 
 WIDTH = 256
-MEMORIES_TOKENS = (300.0, 20.0, 2.0)
+MEMORIES_TOKENS = (2000.0, 20.0, 2.0)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Shares of a router logit's variance; `static + slow + middle + fast + iid = 1`. `drift`: share of h renewed a layer.
+    """Shares of a router logit's variance; `static + slow + middle + fast + iid = 1`. `drift`: share of h new a layer.
 
     `first`, `second`, `last` layers differ: their own static share, and the share of noise that no layer before sees.
     """
@@ -30,7 +30,7 @@ class Preset:
     middle: float
     fast: float
     drift: float
-    first: tuple[float, float] = (0.06, 0.80)
+    first: tuple[float, float] = (0.10, 0.72)
     second: tuple[float, float] = (0.25, 0.30)
     last: tuple[float, float] = (0.22, 0.30)
 
@@ -40,15 +40,15 @@ class Preset:
 
 
 PRESETS = {
-    "general": Preset(static=0.385, slow=0.09, middle=0.12, fast=0.22, drift=0.027),
-    "code": Preset(static=0.53, slow=0.06, middle=0.09, fast=0.16, drift=0.027),
+    "general": Preset(static=0.22, slow=0.26, middle=0.08, fast=0.26, drift=0.024),
+    "code": Preset(static=0.45, slow=0.15, middle=0.06, fast=0.19, drift=0.03),
 }
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """experts_LTK: int16 [L, T, K], strongest first. stale_LTK: int16 [L, T, K], the guess for layer l made at layer l - 1;
-    layer 0 has none (-1)."""
+    """experts_LTK: int16 [L, T, K], strongest first. stale_LTK: int16 [L, T, K], the guess for layer l made at layer
+    l - 1; layer 0 has none (-1)."""
 
     experts_LTK: np.ndarray
     stale_LTK: np.ndarray
@@ -64,8 +64,8 @@ def generate(
     shift_at: int | None = None,
     shift_correlation: float = 0.3,
 ) -> Synthetic:
-    """Routes of one sequence. `shift_at`: the token at which the topic changes; the fixed preferences are then redrawn with
-    `shift_correlation` to the old ones (0.12 to 0.45 between real domains). Same arguments, same routes."""
+    """Routes of one sequence. `shift_at`: the token at which the topic changes; the fixed preferences are then redrawn
+    with `shift_correlation` to the old ones (0.12 to 0.45 between real domains). Same arguments, same routes."""
     shape = preset if isinstance(preset, Preset) else _preset(preset)
     if not 1 <= k <= experts or tokens < 1 or layers < 1:
         got = f"{tokens} tokens, {layers} layers, {k} of {experts} experts"

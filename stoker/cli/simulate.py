@@ -1,0 +1,131 @@
+"""`stoker simulate`: replay routes through caches, with or without time. Owns options and tables, computes nothing."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stoker.errors import OptionError
+
+DEFAULT_POLICIES = "lru,decayed-lfu,lfru,s3-fifo,arc,static,min"
+_TIME = "With time (needs --record-ms)"
+_ROSTER = "Roster coverage instead of caches"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    traces: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Stoker traces, .npz files with `experts` [L, T, K], route .csv files, or synthetic:PRESET."
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="Comma-separated; also decayed-lfu:H, static:SHARE, min, min:WINDOW.")
+    ] = DEFAULT_POLICIES,
+    slots: Annotated[
+        str, typer.Option("--slots", "-s", help="Slots a layer, comma-separated: numbers, or shares such as 25%.")
+    ] = "25%",
+    global_cache: Annotated[bool, typer.Option("--global", help="One cache of slots x layers for all layers.")] = False,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Deal slots out by miss curves of the first half; judge on the second.")
+    ] = False,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Tokens that are replayed and not counted (default: a tenth; with time, 200).")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Replay only so many tokens (default: all; with time, 1400).")
+    ] = None,
+    record_ms: Annotated[
+        float | None, typer.Option(help="Time to read one expert on one lane: turns time on.", rich_help_panel=_TIME)
+    ] = None,
+    lanes: Annotated[int, typer.Option(min=1, help="Reads that run side by side.", rich_help_panel=_TIME)] = 1,
+    jitter: Annotated[
+        float, typer.Option(min=0, help="Spread of a read: deviation / mean.", rich_help_panel=_TIME)
+    ] = 0.5,
+    layer_ms: Annotated[
+        str, typer.Option(metavar="ATTENTION,EXPERTS", help="Compute of one layer for a token.", rich_help_panel=_TIME)
+    ] = "0.6,0.4",
+    prefetch: Annotated[
+        str,
+        typer.Option(
+            help="none, gate:RECALL, co-occurrence or markov, each with /MOST for the most reads an event sends out.",
+            rich_help_panel=_TIME,
+        ),
+    ] = "none",
+    roster: Annotated[int | None, typer.Option(help="Experts a layer in the roster.", rich_help_panel=_ROSTER)] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens a sequence.", rich_help_panel=_ROSTER)] = 256,
+    prefix: Annotated[
+        float, typer.Option(help="Share of it before the roster is pinned.", rich_help_panel=_ROSTER)
+    ] = 0.2,
+    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one for each core).")] = 0,
+    seed: Annotated[int, typer.Option(help="For jitter, the gate model and synthetic routes.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
+) -> None:
+    """Replay routes event-atomically: hit rates of policies and sizes; with --record-ms also stalls and latencies."""
+    from stoker.plan import sweep, timing
+
+    if global_cache and greedy:
+        raise OptionError("a shared cache has no layers to deal slots to", where="--greedy", remedy="drop --global")
+    partition = "global" if global_cache else "greedy" if greedy else "per-layer"
+    names = [str(trace) for trace in traces]
+    if roster is not None:
+        rows = timing.rosters(names, roster, window, prefix, tokens)
+    elif record_ms is None:
+        if prefetch != "none":
+            raise OptionError("prefetch moves time only", where="--prefetch", remedy="add --record-ms")
+        cells = [
+            sweep.Cell(name, one, size, partition, warm_up, tokens)
+            for name in names
+            for one in policy.split(",")
+            for size in sweep.sizes(name, slots)
+        ]
+        rows = _with_progress(cells, workers, quiet=as_json)
+        sweep.add_gap_to_floor(rows)
+    else:
+        request = timing.Request(policy.split(","), slots, partition, warm_up, tokens, prefetch, layer_ms, seed)
+        rows = timing.timed_rows(names, request, record_ms, lanes, jitter)
+    print(json.dumps(rows, indent=1)) if as_json else _table(rows)
+
+
+def _with_progress(cells: list[Any], workers: int, quiet: bool) -> list[dict[str, Any]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from stoker.plan.sweep import sweep
+
+    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("", total=len(cells))
+        return sweep(cells, workers, lambda count: progress.update(task, completed=count))
+
+
+def _table(rows: list[dict[str, Any]]) -> None:
+    """The plain numbers of each row; lists and nested figures are for --json."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from stoker.cli.trace import shown
+
+    flat = [_flat(row) for row in rows]
+    names = [name for name in flat[0] if any(row.get(name) is not None for row in flat)]
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(flat[0][name], str) else "right")
+    for row in flat:
+        table.add_row(*("-" if row.get(name) is None else shown(name, row[name]) for name in names))
+    Console(soft_wrap=True).print(table)
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            out.update({f"{name}_{key}": value[key] for key in ("p50", "p95", "p99") if key in value})
+        elif not isinstance(value, list | tuple):
+            out[name] = value
+    return out

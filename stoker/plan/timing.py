@@ -1,0 +1,121 @@
+"""Timed replays and roster coverage as requests in words: parses what a user asks for and runs it. No screen, no files
+but the routes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.errors import OptionError
+from stoker.plan import roster
+from stoker.plan.curves import greedy_for
+from stoker.plan.device import DeviceModel
+from stoker.plan.predictors import CoOccurrence, Markov, StaleGate, popularity, steps_of
+from stoker.plan.replay import check_policy
+from stoker.plan.routes import Routes, load_routes
+from stoker.plan.sweep import parse_sizes
+from stoker.plan.timed import LayerTime, Prefetch, replay_timed
+
+DEFAULT_TOKENS, DEFAULT_WARM_UP = 1400, 200
+TRAINING_TOKENS, LEAST_TRAINING_TOKENS = 3000, 500
+_PREDICTORS = "none, gate:RECALL[/MOST], co-occurrence[/MOST], markov[/MOST]"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to replay, as the user wrote it. None stands for the default."""
+
+    policies: Sequence[str]
+    slots: str
+    partition: str = "per-layer"
+    warm_up: int | None = None
+    tokens: int | None = None
+    prefetch: str = "none"
+    layer_ms: str = "0.6,0.4"
+    seed: int = 0
+
+
+def timed_rows(
+    names: Sequence[str], request: Request, record_ms: float, lanes: int = 1, jitter: float = 0.5
+) -> list[dict[str, Any]]:
+    """Figures of every trace, policy and size."""
+    device = DeviceModel(record_ms, lanes, jitter, request.seed)
+    layer_time = parse_layer_time(request.layer_ms)
+    for policy in request.policies:
+        check_policy(policy)
+    rows = []
+    for name in names:
+        routes = load_routes(name)
+        tokens = min(request.tokens or DEFAULT_TOKENS, routes.steps)
+        warm_up = min(DEFAULT_WARM_UP, tokens // 5) if request.warm_up is None else request.warm_up
+        window = routes.between(0, tokens)
+        for size in parse_sizes(request.slots, routes):
+            for policy in request.policies:
+                if policy.startswith("min"):
+                    continue
+                prefetch = parse_prefetch(request.prefetch, routes, tokens, request.seed)
+                shared = request.partition == "global"
+                slots = greedy_for(routes, size * len(routes.streams)) if request.partition == "greedy" else size
+                total = size * len(routes.streams) if shared else slots
+                figures = replay_timed(window, policy, total, device, layer_time, prefetch, warm_up, shared)
+                head = {"trace": routes.name, "policy": policy, "partition": request.partition, "slots_per_layer": size}
+                rows.append({**head, "prefetch": request.prefetch, **figures})
+    if not rows:
+        raise OptionError(
+            "no policy that can run in time", where="--policy", expected="other than min", got=request.policies
+        )
+    return rows
+
+
+def rosters(names: Sequence[str], m: int, window: int, prefix: float, tokens: int | None) -> list[dict[str, Any]]:
+    """Pinned coverage of each trace, and for each ordered pair of traces the coverage after a shift of topic."""
+    all_routes = [load_routes(name) for name in names]
+    if tokens is not None:
+        all_routes = [routes.between(0, tokens) for routes in all_routes]
+    rows = [
+        {"learned_on": routes.name, "met_by": routes.name, "m": m, **roster.pinned(routes, m, window, prefix).figures()}
+        for routes in all_routes
+    ]
+    for learned in all_routes:
+        for then in all_routes:
+            if learned is not then:
+                figures = roster.shifted(learned, then, m, window, window).figures()
+                rows.append({"learned_on": learned.name, "met_by": then.name, "m": m, **figures})
+    return rows
+
+
+def parse_layer_time(text: str) -> LayerTime:
+    """`0.6,0.4`: milliseconds of attention and of experts in one layer."""
+    try:
+        attention_ms, experts_ms = (float(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError("two times in ms", where="--layer-ms", expected="0.6,0.4", got=text) from None
+    return LayerTime(attention_ms, experts_ms)
+
+
+def parse_prefetch(text: str, routes: Routes, window_tokens: int, seed: int = 0) -> Prefetch | None:
+    """A predictor by name. The tables of co-occurrence and markov are counted on tokens after the replayed window."""
+    kind, _, most_text = text.partition("/")
+    name, _, argument = kind.partition(":")
+    if kind == "none" and not most_text:
+        return None
+    try:
+        most = int(most_text) if most_text else routes.k if name == "gate" else 2
+        gate = StaleGate(float(argument), popularity(routes), seed) if name == "gate" else None
+    except ValueError:
+        raise OptionError("cannot be read", where="--prefetch", expected=_PREDICTORS, got=text) from None
+    if most < 1 or name not in ("gate", "co-occurrence", "markov") or (argument and gate is None):
+        raise OptionError("unknown prefetch", where="--prefetch", expected=_PREDICTORS, got=text)
+    if gate is not None:
+        return Prefetch(gate, most)
+    train = routes.between(window_tokens, window_tokens + TRAINING_TOKENS)
+    if train.steps < LEAST_TRAINING_TOKENS:
+        raise OptionError(
+            "too few tokens after the replayed ones to count on",
+            where="--prefetch",
+            expected=f">= {LEAST_TRAINING_TOKENS}",
+            got=train.steps,
+            remedy="replay fewer tokens (--tokens) or use a longer trace",
+        )
+    table = CoOccurrence if name == "co-occurrence" else Markov
+    return Prefetch(table(steps_of(train), routes.experts), most)
