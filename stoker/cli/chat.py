@@ -92,6 +92,10 @@ class Conversation:
         self._turns.append({"role": "user", "content": text})
         try:
             result = self._stream()
+        except KeyboardInterrupt:  # pressed twice: the step itself was broken off, and its KV dropped with it
+            self._turns.pop()
+            note("interrupted")
+            return
         except StokerError as error:
             self._turns.pop()
             note(f"stoker: {error.render()}")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.generate.eager_runtime import random_model
-from tests.generate.tokenizers_ import byte_level
+from tests.generate.stores import pack, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -29,27 +28,15 @@ def stoker(*arguments: object, stdin: str = "", timeout: float = 120, **extra: s
     )  # fmt: skip
 
 
-def write_checkpoint(directory: Path, *, chat_template: bool = True) -> Path:
-    tokenizer = byte_level() if chat_template else byte_level(chat_template=None)
-    random_model(512, seed=3).bfloat16().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a chat template, 8 bits, 2 layers, 8 experts, 512 tokens of vocabulary."""
     base = tmp_path_factory.mktemp("models")
-    packed = stoker("pack", write_checkpoint(base / "checkpoint"), base / "store", "--bits", 8, "--group-size", 32)
-    assert packed.returncode == 0, packed.stderr
-    return base / "store"
+    return pack(write_checkpoint(base / "checkpoint"), base / "store", "--bits", 8, "--group-size", 32)
 
 
 @pytest.fixture(scope="session")
 def plain_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without a chat template."""
+    """The same without a chat template, in bf16."""
     base = tmp_path_factory.mktemp("plain")
-    checkpoint = write_checkpoint(base / "checkpoint", chat_template=False)
-    packed = stoker("pack", checkpoint, base / "store", "--bits", 16)
-    assert packed.returncode == 0, packed.stderr
-    return base / "store"
+    return pack(write_checkpoint(base / "checkpoint", chat_template=False), base / "store", "--bits", 16)

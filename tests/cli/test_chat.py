@@ -14,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import stoker as stoker_package
+from stoker.cli import common
 from stoker.cli.main import build_app
+from stoker.generate.model import Stream
 from tests.cli.conftest import ENVIRONMENT, stoker, stoker_command
 
 BUDGET = ("--memory", "2GiB")
@@ -143,6 +145,22 @@ def test_a_full_context_is_said_and_reset_frees_it(store: Path) -> None:
     assert code == 0
     assert "context is too long" in err and "/reset" in err
     assert sum("TTFT" in line for line in err.splitlines()) == out.count("\n") >= 1
+
+
+def test_an_answer_that_is_broken_off_costs_only_itself(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C pressed twice raises in the middle of a step: the conversation goes on without that turn."""
+    real, presses = common.write_pieces, iter([True, False])
+
+    def write(stream: Stream) -> None:
+        if next(presses):
+            next(stream)
+            raise KeyboardInterrupt
+        real(stream)
+
+    _, expected, _ = in_process(store, "Hello\n", "-n", 10)
+    monkeypatch.setattr(common, "write_pieces", write)
+    code, out, err = in_process(store, "Something long\nHello\n", "-n", 10)
+    assert code == 0 and "interrupted" in err and out == expected
 
 
 def test_a_model_without_a_template_is_refused(plain_store: Path) -> None:
