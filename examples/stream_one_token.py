@@ -30,8 +30,7 @@ past: list[list[Tensor]] = [[torch.empty(1, config["num_key_value_heads"], 0, he
 
 
 def load(tensor: DenseTensor) -> Any:
-    """A Matrix for the kernels, or a plain tensor. Cloned parts are aligned as the kernels need it."""
-    parts = {name: part.clone() for name, part in tensor.read().items()}
+    parts: dict[str, Any] = {name: part.clone() for name, part in tensor.read().items()}  # clones are aligned
     return parts["data"].float() if tensor.spec is None else Matrix(tensor.spec, **parts)
 
 
