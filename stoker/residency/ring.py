@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from stoker.errors import ReadError, StokerError
 from stoker.residency.exact import Scratch
 from stoker.residency.kept import KeptSlots
-from stoker.residency.lease import Arrival, no_room
+from stoker.residency.lease import Arrival
 from stoker.residency.reads import Reads
 from stoker.residency.slots import NO_TICKET, Slot
 from stoker.trace.events import ReadClass
@@ -210,7 +210,7 @@ class Layer:
 
     def _read_on(self) -> None:
         """Keep the ring full: first this layer's experts, then the next pool's."""
-        while self.plan and self.ring.start(self.pool, self.plan[0], prefetch=False):
+        while self.plan and (self._came_in(self.plan[0]) or self.ring.start(self.pool, self.plan[0], prefetch=False)):
             self.plan.popleft()
         while self.ahead_plan and not self.plan:
             expert = self.ahead_plan[0]
@@ -220,11 +220,19 @@ class Layer:
                 return
             self.ahead_plan.popleft()
 
+    def _came_in(self, expert: int) -> bool:
+        """Whether the decode set began to read an expert after the stream had planned to."""
+        if self.kept is None or expert not in self.kept.held:
+            return False
+        self.kept.demand(expert)
+        return expert in self.kept.held
+
     def _whole(self, expert: int) -> int:
         """The address of the expert, after waiting for it if need be."""
-        if self.kept is not None and expert in self.kept.held and expert not in self.plan:
+        slot = self.ring.find(self.pool, expert)
+        if slot is None and self.kept is not None and expert in self.kept.held:
             return self.kept.await_whole(expert)
-        slot = self.ring.find(self.pool, expert) or self._read_now(expert)
+        slot = slot or self._read_now(expert)
         self.ring.finish(slot)
         return slot.address
 
@@ -234,8 +242,7 @@ class Layer:
         slot = self.ring.start(self.pool, expert, prefetch=False, wait=True)
         while slot is None:
             last = self.ring.last_held(self.pool)
-            if last is None:
-                raise no_room(self.pool, 0, 0)
+            assert last is not None, "a ring that holds nothing has a free slot"
             if last.pool == self.pool:
                 insort(self.plan, last.expert)
             self.ring.discard(last)

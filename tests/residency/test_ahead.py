@@ -368,6 +368,17 @@ def test_a_stream_leaves_what_decoding_will_want_in_free_slots(store: RecordFile
         check_books(residency)
 
 
+def test_a_free_slot_that_was_taken_meanwhile_is_not_given_twice(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=3, ring_records=4) as residency:
+        stream = residency.stream(2, range(24), keep=[1, 2, 3])
+        next(stream)
+        assert residency.prefetch(2, [21, 22]) == 2
+        for position, address in stream:
+            assert store.holds(2, position, address)
+        assert residency.resident(2) == {1, 21, 22}
+        check_books(residency)
+
+
 def test_an_error_in_a_wave_reaches_the_lease(queue: ReadQueue, tmp_path: Path) -> None:
     """A consumer that is busy while the read of another expert fails must not have it read again in silence."""
     cut = RecordFile.write(tmp_path / "cut.bin", (8,), (2,))

@@ -31,6 +31,7 @@ step = st.one_of(
     st.tuples(st.just("leave"), with_ids, st.integers(0, 3)),
     st.tuples(st.just("stream"), with_ids, with_ids),
     st.tuples(st.just("leave stream"), with_ids, with_ids, st.integers(0, 3)),
+    st.tuples(st.just("disturb stream"), with_ids, with_ids, st.integers(0, 3)),
     st.tuples(st.just("ahead"), with_ids, st.sampled_from([0, 1, 10**18])),
     st.tuples(st.just("cancel"), pools),
     st.tuples(st.just("fault"), st.integers(1, 5), st.sampled_from(["eio", "short", "eof", "eintr", "delay"])),
@@ -92,6 +93,18 @@ class Driver:
             assert self.store.holds(what[0], what[1][position], address)
             if count >= after:
                 break
+
+    def disturb_stream(self, what: tuple[int, list[int]], other: tuple[int, list[int]], after: int) -> None:
+        """Calls of every other kind while a stream is under way, on any pool."""
+        for count, (position, address) in enumerate(self.residency.stream(*what, keep=what[1])):
+            assert self.store.holds(what[0], what[1][position], address)
+            if count == after:
+                self.ahead(what, 0)
+                self.ahead(other, 0)
+                if self.residency.path != "whole_layer":  # there, an acquire is a stream itself
+                    with suppress(BudgetError):  # a stream pins what it will use
+                        self.acquire(other)
+                assert self.store.holds(what[0], what[1][position], address)
 
     def ahead(self, what: tuple[int, list[int]], deadline_ns: int) -> None:
         if self.residency.path == "staged":

@@ -211,6 +211,16 @@ def test_a_failed_warm_up_can_be_repeated(store: RecordFile, queue: ReadQueue) -
         stream_all(residency, store, 2, range(24))
 
 
+def test_a_pool_that_is_almost_resident_still_reads_the_last_expert(store: RecordFile, queue: ReadQueue) -> None:
+    with Residency(store, queue, path="hot", slots=[16, 1, 1]) as residency:
+        for _ in range(3):
+            take_all(residency, store, 0, list(range(15)))
+        take_all(residency, store, 0, [15, 3])
+        for _ in range(3):
+            take_all(residency, store, 0, list(range(16)))
+        assert reads_of(queue) == 16 and residency.tally.evictions == 0
+
+
 def best_us(residency: Residency, experts: list[int]) -> float:
     """Fastest of many acquire-arrive-release rounds, in microseconds: the code's own cost on a busy machine."""
     best = 1e9
@@ -243,6 +253,8 @@ def test_close_with_reads_in_flight(store: RecordFile, queue: ReadQueue, path: s
     residency.close()
     assert queue.stats()["outstanding"] == 0 and queue.stats()["in_flight"] == 0
     residency.close()
+    with pytest.raises(StokerError, match="closed"):
+        list(lease.arrivals())
     lease.release()
     with pytest.raises(StokerError, match="closed"):
         residency.acquire(0, [1])
