@@ -141,7 +141,7 @@ std::int64_t now_ns() {
 
 void deadlines_and_order(const std::string& path, Backend backend) {
   Bench bench(path, backend, 1, true);
-  bench.queue.inject(1, Fault::delay, 30'000'000);
+  bench.queue.inject(1, Fault::delay, 200'000'000);
   const Ticket hold = bench.submit(0);
   while (bench.queue.state(hold) == State::pending) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const Ticket late = bench.submit(1, true, now_ns() + 1'000'000);

@@ -183,7 +183,7 @@ class ReadQueue:
         return self._native.promote(ticket)
 
     def cancel(self, ticket: int) -> bool:
-        """True when the read had not started: its bytes never land, the ticket is freed. False: wait for it as before."""
+        """True when the read had not started: its bytes never land, the ticket is freed. False: wait for it still."""
         return self._native.cancel(ticket)
 
     def completion(self, ticket: int) -> Completion:

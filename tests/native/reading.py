@@ -14,7 +14,7 @@ BLOCK = 4096
 RECORD = 16 * BLOCK
 RECORDS = 64
 SENTINEL = 0x5C
-DELAY_NS = 60_000_000
+DELAY_NS = 200_000_000  # long enough that a loaded machine submits everything meanwhile
 
 BACKENDS = ["io_uring", "threads"]
 MODES = [(backend, direct) for backend in BACKENDS for direct in (True, False)]
