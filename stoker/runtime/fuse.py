@@ -30,13 +30,15 @@ ATTENTION_CLASSES = {
     "Glm4MoeAttention",
     "GraniteMoeAttention",
 }
-# Routers of the form softmax, top-k, optional renormalisation.
+# Routers of the form softmax, top-k, optional renormalisation (softmax over the top-k alone is the same thing).
 ROUTER_CLASSES = {
     "Qwen3MoeTopKRouter",
     "Qwen2MoeTopKRouter",
     "MixtralTopKRouter",
     "OlmoeTopKRouter",
     "Qwen3_5MoeTopKRouter",
+    "GraniteMoeTopKRouter",
+    "GptOssTopKRouter",
 }
 ATTENTION_TOLERANCE = 5e-3  # the paged cache holds IEEE halves
 EXACT_TOLERANCE = 1e-5
@@ -74,10 +76,10 @@ class FusedRMSNorm(nn.Module):
 class FusedRouter(nn.Module):
     """softmax, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
 
-    def __init__(self, weight: Tensor, top_k: int, renormalise: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> None:
         super().__init__()
         spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("f32"))
-        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format))
+        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format), row_bias=bias)
         self.top_k, self.renormalise = top_k, renormalise
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +163,8 @@ def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
 
 def _router(module: nn.Module) -> nn.Module:
     renormalise = bool(getattr(module, "norm_topk_prob", True))
-    return FusedRouter(module.weight.detach(), module.top_k, renormalise)
+    bias = getattr(module, "bias", None)
+    return FusedRouter(module.weight.detach(), None if bias is None else bias.detach(), module.top_k, renormalise)
 
 
 def _norm(module: nn.Module) -> nn.Module | None:

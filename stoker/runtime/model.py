@@ -315,7 +315,7 @@ class Runtime:
         """Teacher-forced logits: ids int64 [B, T] -> float32 [B, T, V].
 
         attention_mask: 1 for real tokens; padding may stand on either side. Positions count from the left edge, as
-        transformers does when it is given a mask alone. Rows of padding tokens are meaningless.
+        transformers does when it is given a mask alone. Rows of padding tokens mean nothing.
         """
         if ids_BT.dim() != 2:
             raise OptionError("logits needs ids of shape [B, T]", got=tuple(ids_BT.shape))
@@ -330,20 +330,23 @@ class Runtime:
         )
 
     def _sequence_logits(self, ids: list[int], mask: Tensor | None) -> Tensor:
-        start = 0 if mask is None or not bool(mask.any()) else int(mask.to(torch.int64).argmax())
+        """One row of `logits`: padding on either side is not computed, its rows are zero."""
+        first, last = _real_span(mask, len(ids))
         sequence = self.new_sequence()
         assert isinstance(sequence, PagedSequence)
         self._check_room(sequence, len(ids))
-        parts = []
+        parts = [torch.zeros(first, self.vocab_size)]
         try:
-            for first in range(0, len(ids), self.prefill_chunk):
-                part = ids[first : first + self.prefill_chunk]
+            sequence.reserve(first)
+            sequence.append(ids[:first])
+            for start in range(first, last, self.prefill_chunk):
+                part = ids[start : min(start + self.prefill_chunk, last)]
                 sequence.reserve(len(part))
-                parts.append(self._paged_step([sequence], [part], list(range(len(part))), [start]))
+                parts.append(self._paged_step([sequence], [part], list(range(len(part))), [first]))
                 sequence.append(part)
         finally:
             sequence.close()
-        return torch.cat(parts)
+        return torch.cat([*parts, torch.zeros(len(ids) - last, self.vocab_size)])
 
     # ---- account -----------------------------------------------------------------------------------------------------
 
@@ -399,6 +402,16 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _real_span(mask: Tensor | None, tokens: int) -> tuple[int, int]:
+    """[first, last) of the real tokens; OptionError for a mask with holes or nothing in it."""
+    if mask is None:
+        return 0, tokens
+    real = mask.to(torch.bool).nonzero().flatten().tolist()
+    if not real or real[-1] - real[0] + 1 != len(real):
+        raise OptionError("a row of the attention mask must be one run of ones", got=mask.tolist())
+    return real[0], real[-1] + 1
 
 
 def _generation_config(directory: FilePath) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_decode_and_prefill_agree(case: tuple[Runtime, RouteRecorder, str, int])
     runtime.prefill(parts, ids[:17])
     for token in ids[17:]:
         last = runtime.decode([parts], [token])[0]
-    assert relative_l2(last, at_once) < 1e-3
+    assert relative_l2(last, at_once) < LIMIT
     if runtime.kv is not None:
         assert torch.equal(last, at_once), "the paged path is the same function whatever the batch"
 
@@ -74,6 +74,15 @@ def test_a_bf16_store_is_the_published_model(name: str, packed: Packer) -> None:
     assert all(gap < NEAR_TIE for gap in gaps), gaps
 
 
+def _with_padding(experts_TK: Tensor, mask: Tensor) -> Tensor:
+    """Routes of the real tokens alone -> of all tokens; what padding routes to changes nothing."""
+    if len(experts_TK) == mask.numel():
+        return experts_TK
+    full = torch.arange(experts_TK.shape[1]).repeat(mask.numel(), 1)
+    full[mask.flatten().bool()] = experts_TK
+    return full
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_padding_changes_nothing(name: str, side: str, packed: Packer) -> None:
@@ -85,7 +94,7 @@ def test_padding_changes_nothing(name: str, side: str, packed: Packer) -> None:
         mask[row, slice(0, padding) if side == "left" else slice(20 - padding, 20)] = 0
     with load(packed(name, 16), Options(memory="2GiB", ctx_size=256), recorder) as runtime:
         ours = runtime.logits(ids, mask)
-        routes = recorder.take()
+        routes = {layer: _with_padding(experts, mask) for layer, experts in recorder.take().items()}
         alone = runtime.logits(ids[1:2], mask[1:2])
     oracle = oracle_of(open_store(packed(name, 16)))
     with torch.inference_mode(), forced_routes(oracle, routes):
