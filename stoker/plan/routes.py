@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -141,7 +142,7 @@ def _npz(path: Path) -> np.ndarray:
     try:
         with np.load(path) as archive:
             return archive["experts"]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
         raise TraceError(
             "holds no routes", where=str(path), expected="an array `experts` [L, T, K]", got=error
         ) from error

@@ -40,8 +40,8 @@ class Preset:
 
 
 PRESETS = {
-    "general": Preset(static=0.22, slow=0.26, middle=0.08, fast=0.26, drift=0.024),
-    "code": Preset(static=0.45, slow=0.15, middle=0.06, fast=0.19, drift=0.03),
+    "general": Preset(static=0.24, slow=0.26, middle=0.10, fast=0.27, drift=0.021),
+    "code": Preset(static=0.46, slow=0.15, middle=0.07, fast=0.19, drift=0.024),
 }
 
 
