@@ -11,8 +11,8 @@
 namespace stoker {
 namespace {
 
-constexpr int64_t kAhead = 2048;       // bytes of codes fetched ahead: hides the memory's latency
-constexpr int64_t kScalesAhead = 128;  // scales and biases, in elements of 2 bytes
+constexpr int64_t kAhead = 4096;       // bytes of codes fetched ahead: hides the memory's latency
+constexpr int64_t kScalesAhead = 512;  // scales and biases, in elements of 2 bytes
 
 inline __m512 load_scales(const uint16_t* p, bool is_half) {
   const __m256i v = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
