@@ -13,6 +13,7 @@ constexpr bool kFused = true;
 
 struct Vector {
   static constexpr int width = 8;
+  static constexpr int panel_rows = 6;  // rows and vectors whose sums fit the registers together
   static constexpr int panel_vectors = 2;
   __m256 v;
   static Vector set1(float x) { return {_mm256_set1_ps(x)}; }

@@ -16,7 +16,8 @@ constexpr bool kFused = true;
 
 struct Vector {
   static constexpr int width = 16;
-  static constexpr int panel_vectors = 4;
+  static constexpr int panel_rows = 8;  // rows and vectors whose sums fit the registers together
+  static constexpr int panel_vectors = 2;
   __m512 v;
   static Vector set1(float x) { return {_mm512_set1_ps(x)}; }
   static Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -63,11 +63,11 @@ inline void multiply(int rows, const Product& p) {
     case 3: return multiply<V, 3>(p);
     case 4: return multiply<V, 4>(p);
     case 5: return multiply<V, 5>(p);
-    default: return multiply<V, 6>(p);
+    case 6: return multiply<V, 6>(p);
+    case 7: return multiply<V, 7>(p);
+    default: return multiply<V, 8>(p);
   }
 }
-
-constexpr int kGroup = 6;  // rows whose sums fit the registers together
 
 struct Row {
   const float* q;   // [head_dim]
@@ -101,12 +101,12 @@ inline void soften(Row& row, int64_t head_dim) {
   scale_row<V>(row.out, fade, row.out, head_dim);
 }
 
-// Adds p * values for up to 6 rows. Where their key ranges differ, the shared middle goes together and each row's own
+// Adds p * values for up to V::panel_rows rows. Where their key ranges differ, the shared middle goes together and each row's own
 // ends alone: every row still adds its keys in ascending order, and none reads a key that it may not see.
 template <class V>
 inline void add_values(Row* const* rows, int n, const uint16_t* values, int64_t head_dim, const uint16_t* ahead) {
-  const float* p[kGroup];
-  float* out[kGroup];
+  const float* p[V::panel_rows];
+  float* out[V::panel_rows];
   int64_t lo = 0, hi = kPage;
   for (int i = 0; i < n; ++i) {
     p[i] = rows[i]->p, out[i] = rows[i]->out;
@@ -129,11 +129,11 @@ inline void add_values(Row* const* rows, int n, const uint16_t* values, int64_t 
 template <class V>
 inline void attend_block(Row* const* active, int n, const uint16_t* keys, const uint16_t* values, const uint16_t* next_keys,
                          int64_t head_dim) {
-  const int groups = (n + kGroup - 1) / kGroup, size = (n + groups - 1) / groups;
+  const int groups = (n + V::panel_rows - 1) / V::panel_rows, size = (n + groups - 1) / groups;
   for (int first = 0; first < n; first += size) {
     const int count = n - first < size ? n - first : size;
-    const float* q[kGroup];
-    float* p[kGroup];
+    const float* q[V::panel_rows];
+    float* p[V::panel_rows];
     for (int i = 0; i < count; ++i) q[i] = active[first + i]->q, p[i] = active[first + i]->p;
     multiply<V>(count, {q, 0, head_dim, keys, kPage, p, kPage, true, first == 0 ? values : keys});
   }

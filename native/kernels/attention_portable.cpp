@@ -20,6 +20,7 @@ inline Floats all(float x) { return Floats{x, x, x, x}; }
 
 struct Vector {
   static constexpr int width = 4;
+  static constexpr int panel_rows = 6;  // rows and vectors whose sums fit the registers together
   static constexpr int panel_vectors = 2;
   Floats v;
   static Vector set1(float x) { return {all(x)}; }

@@ -1,5 +1,6 @@
 // Attention against a plain double-precision reference, on every instruction set and number of threads; run under sanitizers.
 // Cache memory is exactly as large as it must be, and pages begin as NaN, so that a stray read shows in both ways.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -76,7 +77,8 @@ struct Case {
         k_norm(noise(s.head_dim * (whole() ? s.kv_heads : 1))), sinks(noise(s.heads)), x(noise(kTokens * kWidth)) {
     for (int64_t t = 0; t < kTokens; ++t)
       for (int64_t d = 0; d < s.rotary_dim; ++d) {
-        const double angle = static_cast<double>(t) / std::pow(100.0, 2.0 * static_cast<double>(d % (s.rotary_dim / 2)) / static_cast<double>(s.rotary_dim));
+        const double turn = static_cast<double>(d % (s.rotary_dim / 2)) / static_cast<double>(s.rotary_dim / 2);
+        const double angle = static_cast<double>(t) / std::pow(100.0, turn);
         cos.push_back(static_cast<float>(std::cos(angle))), sin.push_back(static_cast<float>(std::sin(angle)));
       }
     layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
@@ -138,7 +140,8 @@ struct Case {
 
   // The tokens in calls of `chunk`, over fresh pages in descending order.
   std::vector<float> run(int64_t chunk) const {
-    const int64_t blocks = (kTokens + kKvBlockTokens - 1) / kKvBlockTokens, block_halves = 2 * 2 * s.kv_heads * kKvBlockTokens * s.head_dim;
+    const int64_t blocks = (kTokens + kKvBlockTokens - 1) / kKvBlockTokens;
+    const int64_t block_halves = 2 * 2 * s.kv_heads * kKvBlockTokens * s.head_dim;
     std::vector<uint16_t> cache(static_cast<size_t>(blocks * block_halves), 0x7e00);
     std::vector<int32_t> table, seq(static_cast<size_t>(kTokens), 0), pos;
     for (int64_t b = 0; b < blocks; ++b) table.push_back(static_cast<int32_t>(blocks - 1 - b));
@@ -185,14 +188,19 @@ void test_blocks() {
   }
 }
 
-// The conversions to and from half precision agree with the hardware's for every half and around every rounding point.
+double half_value(uint32_t h) {
+  return h < 0x400 ? std::ldexp(h, -24) : std::ldexp(1024 + (h & 0x3ff), static_cast<int>(h >> 10) - 25);
+}
+
+// The conversion to half precision agrees with the hardware's at every half and around every rounding point.
 void test_half() {
   std::vector<float> values;
   for (uint32_t h = 0; h < 0x7c00; ++h) {
-    const double exact = h < 0x400 ? std::ldexp(h, -24) : std::ldexp(1024 + (h & 0x3ff), static_cast<int>(h >> 10) - 25);
-    const double next = h + 1 == 0x7c00 ? 65536.0 : (h + 1 < 0x400 ? std::ldexp(h + 1, -24) : std::ldexp(1024 + ((h + 1) & 0x3ff), static_cast<int>((h + 1) >> 10) - 25));
+    const double exact = half_value(h), next = half_value(h + 1);  // past the last half: 65536
     const float middle = static_cast<float>((exact + next) / 2);
-    for (float f : {static_cast<float>(exact), middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)}) values.push_back(f), values.push_back(-f);
+    for (float f : {static_cast<float>(exact), middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)}) {
+      values.push_back(f), values.push_back(-f);
+    }
   }
   std::vector<std::vector<uint16_t>> answers;
   for (const char* isa : {"portable", "avx2", "avx512"}) {

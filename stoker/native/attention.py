@@ -72,8 +72,8 @@ class Attention:
 
     q, k, v, o: Matrix; q has n_heads * head_dim rows (with output_gate twice that: [n_heads, query | gate]), o as many
     columns (n_heads * head_dim always).
-    q_norm, k_norm: f32 weights of RMS norms before the rotation: [head_dim], each head alone (Qwen3), or the width of the
-    projection, all heads together (OLMoE). `eps` and `unit_offset` (1 + weight) apply to them.
+    q_norm, k_norm: f32 weights of RMS norms before the rotation: [head_dim], each head alone (Qwen3), or the width of
+    the projection, all heads together (OLMoE). `eps` and `unit_offset` (1 + weight) apply to them.
     rotary_dim: the leading components of each head that turn, in the rotate_half convention; 0: none.
     scale: of the scores; None: head_dim ** -0.5.
     output_gate: the heads' outputs are multiplied by sigmoid(gate) (Qwen3-Next).
@@ -151,10 +151,10 @@ class Attention:
     ) -> None:
         """Append the keys and values of T tokens to the cache and write the block's output to `out` (not x).
 
-        x: f32 [T, D]. cos, sin: f32 [T, rotary_dim]. block_table: int32 [B, M], block numbers by position // 64; entries
-        past a sequence's last position are not read. seq_of_token, pos_of_token: int32 [T], distinct pairs.
-        start_of_seq: int32 [B], the first position that a sequence's tokens see. A sequence's earlier positions are in the
-        cache or in this call. The tensors that layers share are checked once a step: pass the same objects to every
+        x: f32 [T, D]. cos, sin: f32 [T, rotary_dim]. block_table: int32 [B, M], block numbers by position // 64;
+        entries past a sequence's last position are not read. seq_of_token, pos_of_token: int32 [T], distinct pairs.
+        start_of_seq: int32 [B], the first position that a sequence's tokens see. A sequence's earlier positions are in
+        the cache or in this call. The tensors that layers share are checked once a step: pass the same objects to every
         layer, and do not resize them in between.
         Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was
         computed), StokerError (a finite key or value beyond half precision; out and the cache hold infinities).

@@ -1,4 +1,4 @@
-"""What the attention tests share: f32 matrices in tile16, a paged cache full of NaN, runs of one native layer over it."""
+"""Shared by the attention tests: f32 matrices in tile16, a paged cache full of NaN, runs of a native layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native attention block against transformers' own modules with the same f32 weights: only the fp16 cache differs."""
+"""Native attention against transformers' own modules with the same f32 weights: only the fp16 cache differs."""
 
 from __future__ import annotations
 
@@ -263,8 +263,8 @@ def test_the_door_refuses_what_does_not_fit() -> None:
     layer.block.forward(*good)
     wrong: list[tuple[int, Any]] = [
         (0, x.double()), (0, x[:, :-1]), (0, x[:1]), (0, inputs(4)[::2]), (1, cos[:1]), (1, cos[:, :-2].contiguous()),
-        (2, sin.half()), (3, 0), (3, layer.cache.address + 2), (4, layer.cache.table.long()), (5, one.long()), (6, pos[:1]),
-        (7, start.long()), (8, out[:1]), (8, torch.empty(WIDTH, 2).T), (8, out.double()),
+        (2, sin.half()), (3, 0), (3, layer.cache.address + 2), (4, layer.cache.table.long()), (5, one.long()),
+        (6, pos[:1]), (7, start.long()), (8, out[:1]), (8, torch.empty(WIDTH, 2).T), (8, out.double()),
     ]  # fmt: skip
     for at, value in wrong:
         with pytest.raises(ValueError):
