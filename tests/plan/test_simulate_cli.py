@@ -1,0 +1,124 @@
+"""`stoker simulate` and `stoker trace summary` as commands: figures, tables, refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stoker.cli import simulate, trace
+from stoker.errors import OptionError, StokerError
+from stoker.plan.routes import load_routes
+from stoker.trace.events import Phase
+from stoker.trace.writer import TraceWriter
+
+app = typer.Typer()
+simulate.register(app)
+trace.register(app)
+runner = CliRunner()
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> str:
+    rng = np.random.default_rng(0)
+    routes = np.stack([[rng.permutation(16)[:2] for _ in range(2500)] for _ in range(3)])
+    np.savez(tmp_path / "r.npz", experts=routes)
+    return str(tmp_path / "r.npz")
+
+
+def rows(*arguments: str) -> list[dict]:
+    result = runner.invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_hit_rates(npz: str) -> None:
+    found = rows("simulate", npz, "--policy", "lru,min", "--slots", "4,50%", "--workers", "1")
+    assert [(row["policy"], row["slots_per_layer"]) for row in found] == [
+        ("lru", 4),
+        ("lru", 8),
+        ("min", 4),
+        ("min", 8),
+    ]
+    assert found[0]["hit_rate"] == pytest.approx(4 / 16, abs=0.02)  # uniform routes: LRU hits as often as it holds
+    assert found[1]["hit_rate"] == pytest.approx(8 / 16, abs=0.02)
+    assert found[2]["gap_recovered"] == 1 and found[2]["hit_rate"] > found[0]["hit_rate"]
+    assert found[0]["warm_up_tokens"] == 250
+
+
+def test_partitions(npz: str) -> None:
+    shared = rows("simulate", npz, "-p", "lru", "-s", "4", "--global", "--workers", "1")[0]
+    assert shared["partition"] == "global" and shared["slots"] == 12
+    dealt = rows("simulate", npz, "-p", "lru", "-s", "4", "--greedy", "--workers", "1")[0]
+    assert dealt["partition"] == "greedy" and dealt["slots"] <= 12 and dealt["warm_up_tokens"] == 1250
+
+
+def test_time_and_prefetch(npz: str) -> None:
+    timed = ("simulate", npz, "-p", "lru", "-s", "8", "--record-ms", "0.5", "--jitter", "0")
+    none, gate, table, markov = (
+        rows(*timed, "--prefetch", how)[0] for how in ("none", "gate:0.9/2", "co-occurrence/2", "markov/1")
+    )
+    assert none["tokens"] == 1200 and none["prefetch"] == "none" and none["waste_ratio"] is None
+    assert gate["stall_ms_per_token"] < none["stall_ms_per_token"]
+    assert gate["on_time_ratio"] > 0.4 and gate["waste_ratio"] < 0.2
+    assert table["waste_ratio"] > 0.3 and markov["on_time_ratio"] > 0
+    assert rows(*timed, "--lanes", "4")[0]["stall_ms_per_token"] < none["stall_ms_per_token"]
+    slow = rows(*timed, "--layer-ms", "2,2")[0]
+    assert slow["token_ms"]["p50"] > none["token_ms"]["p50"] + 8
+
+
+def test_roster(npz: str) -> None:
+    found = rows("simulate", npz, npz, "--roster", "8", "--window", "100", "--prefix", "0.2")
+    assert len(found) == 4 and found[0]["mean"] == pytest.approx(0.5, abs=0.05) and found[0]["windows"] == 25
+
+
+def test_synthetic_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = load_routes("synthetic:general:60")
+    assert (routes.steps, routes.layers, routes.experts, routes.k) == (60, 48, 128, 8)
+
+
+def test_tables_show_what_json_has(npz: str) -> None:
+    result = runner.invoke(app, ["simulate", npz, "-p", "lru", "-s", "4", "--workers", "1"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "hit rate" in result.stdout and "lru" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-p", "belady"],
+        ["-s", "many"],
+        ["-s", "1"],
+        ["--global", "--greedy"],
+        ["--prefetch", "gate:0.9"],
+        ["--record-ms", "1", "--prefetch", "psychic"],
+        ["--record-ms", "1", "--prefetch", "gate:2"],
+        ["--record-ms", "1", "--prefetch", "markov/0"],
+        ["--record-ms", "1", "--layer-ms", "1"],
+        ["--record-ms", "-1"],
+        ["--record-ms", "1", "--prefetch", "markov", "--tokens", "2400"],
+        ["--record-ms", "1", "-p", "min"],
+        ["--roster", "1"],
+    ],
+)
+def test_refusals_name_the_option(npz: str, arguments: list[str]) -> None:
+    result = runner.invoke(app, ["simulate", npz, "--workers", "1", *arguments])
+    assert isinstance(result.exception, OptionError), result.output
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["simulate", str(tmp_path / "gone.npz"), "--workers", "1"])
+    assert isinstance(result.exception, StokerError) and "gone.npz" in str(result.exception)
+
+
+def test_trace_summary(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", {"model": "toy"}) as writer:
+        for step in range(10):
+            writer.layer(step, 0, 0, [[step % 3, 7]], [[0.5, 0.5]], 1, 1, 500_000)
+            writer.step(step, Phase.DECODE, 1, step * 2_000_000, step * 2_000_000 + 1_000_000, 2**30)
+    figures = json.loads(runner.invoke(app, ["trace", "summary", str(tmp_path / "t"), "--json"]).stdout)
+    assert figures["decode"]["hit_rate"] == 0.5 and figures["decode"]["tokens_per_s"] == pytest.approx(1000)
+    assert figures["decode"]["stall_ms_per_token"] == pytest.approx(0.5)
+    shown = runner.invoke(app, ["trace", "summary", str(tmp_path / "t")], env={"COLUMNS": "200"}).stdout
+    assert "1,024.0 MiB" in shown and "n too small" in shown and "not enough data" in shown
