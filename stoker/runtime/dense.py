@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stoker.checkpoint.safetensors_file import TORCH_DTYPES
 from stoker.errors import StoreError
 from stoker.native import io, kernels
 from stoker.quant.formats import PART_ALIGNMENT, MatrixSpec, WeightFormat, align
@@ -115,7 +114,7 @@ class _Loader:
     def plain(self, tensor: DenseTensor, name: str) -> None:
         if not self._claim(tensor, name):
             return
-        data = self._bytes(tensor, "data").view(TORCH_DTYPES[tensor.dtype.upper()]).view(tensor.shape)
+        data = self._bytes(tensor, "data").view(tensor.torch_dtype).view(tensor.shape)
         self._set(name, data.to(torch.float32) if data.is_floating_point() else data)
 
     def _set(self, name: str, data: Tensor) -> None:

@@ -48,6 +48,11 @@ class DenseTensor:
     shape: tuple[int, ...]
     parts: dict[str, Extent]
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of a plain tensor's data."""
+        return TORCH_DTYPES[self.dtype.upper()]
+
     def read(self) -> dict[str, Tensor]:
         """Every part as a tensor that owns its memory, in the shape that `formats` gives it."""
         described = _described(self)
