@@ -376,6 +376,7 @@ def test_a_free_slot_that_was_taken_meanwhile_is_not_given_twice(store: RecordFi
         for position, address in stream:
             assert store.holds(2, position, address)
         assert residency.resident(2) == {1, 21, 22}
+        assert reads_of(queue) == 24, "what the decode set has begun to read is not read through the ring again"
         check_books(residency)
 
 

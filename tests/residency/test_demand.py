@@ -1,5 +1,8 @@
 """Acquire: what is read and how often, pins, waves, errors, the resident fast path."""
 
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -176,6 +179,21 @@ def test_an_early_release_keeps_what_lands_and_blocks_nothing(store: RecordFile,
         assert time.monotonic() - began < 0.05
         take_all(residency, store, 0, [3])
         take_all(residency, store, 0, [1, 4])
+        check_books(residency)
+
+
+@pytest.mark.parametrize("path", ["hot", "staged", "exact", "whole_layer"])
+def test_ctrl_c_while_waiting_leaves_everything_usable(store: RecordFile, queue: ReadQueue, path: str) -> None:
+    with Residency(store, queue, path=path, slots=4, ring_records=4) as residency:
+        queue.inject(1, "delay", delay_ns=400_000_000)
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            take_all(residency, store, 0, [1, 2, 3])
+        timer.join()
+        check_books(residency)
+        take_all(residency, store, 0, [1, 2, 3])
+        stream_all(residency, store, 0, range(16))
         check_books(residency)
 
 
