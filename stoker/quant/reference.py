@@ -130,12 +130,17 @@ def _to_tiles(part: Tensor, spec: MatrixSpec) -> Tensor:
     missing = spec.tiles * TILE_ROWS - spec.rows
     if missing:
         raw = torch.cat((raw, raw.new_zeros(missing, raw.shape[1])))
-    return raw.view(spec.tiles, TILE_ROWS, -1).transpose(1, 2).contiguous().view(part.dtype)
+    return (
+        raw.view(spec.tiles, TILE_ROWS, -1)
+        .transpose(1, 2)
+        .clone(memory_format=torch.contiguous_format)
+        .view(part.dtype)
+    )
 
 
 def _to_rows(part: Tensor, spec: MatrixSpec) -> Tensor:
-    raw = _as_integers(part).transpose(1, 2)
-    return raw.reshape(spec.tiles * TILE_ROWS, -1)[: spec.rows].contiguous().view(part.dtype)
+    raw = _as_integers(part).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return raw.view(spec.tiles * TILE_ROWS, -1)[: spec.rows].contiguous().view(part.dtype)
 
 
 def _as_integers(part: Tensor) -> Tensor:
