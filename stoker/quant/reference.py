@@ -139,8 +139,13 @@ def _to_tiles(part: Tensor, spec: MatrixSpec) -> Tensor:
 
 
 def _to_rows(part: Tensor, spec: MatrixSpec) -> Tensor:
-    raw = _as_integers(part).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    raw = _swapped(_as_integers(part))
     return raw.view(spec.tiles * TILE_ROWS, -1)[: spec.rows].contiguous().view(part.dtype)
+
+
+def _swapped(tiles: Tensor) -> Tensor:
+    """A copy with the last two axes exchanged; `contiguous` alone may keep odd strides where an axis has length 1."""
+    return tiles.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def _as_integers(part: Tensor) -> Tensor:
