@@ -129,4 +129,4 @@ class ExpertLayout:
             biases = take(spec.scales_bytes) if spec.scales_bytes else 0
             bias = take(4 * spec.rows) if row_bias else None
             placed.append(PlacedMatrix(spec, codes, scales, biases, bias))
-        return ExpertLayout(*placed, record_bytes=align(cursor, RECORD_ALIGNMENT))
+        return ExpertLayout(placed[0], placed[1], placed[2], record_bytes=align(cursor, RECORD_ALIGNMENT))

@@ -6,7 +6,7 @@ computes each expert as it arrives, and adds the weighted results in a fixed ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,7 +60,7 @@ class Pairs:
         out_row = order.to(torch.int32)
         return Pairs(experts.tolist(), row_start, out_row.div(choices, rounding_mode="floor"), out_row)
 
-    def rows(self, positions: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def rows(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """row_start, token_of_row, out_row of the experts at `positions` alone."""
         bounds = self.row_start.tolist()
         spans = [(bounds[p], bounds[p + 1]) for p in positions]
@@ -80,6 +80,11 @@ class Pairs:
 def _single_token_rows(choices: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.arange(choices + 1, dtype=torch.int32)
     return rows, torch.zeros(choices, dtype=torch.int32), rows[:choices]
+
+
+def _latest_first(index_TK: Tensor) -> list[int]:
+    """The experts of the step by their last use, most recent first."""
+    return list(dict.fromkeys(index_TK.flip(0).flatten().tolist()))
 
 
 class StreamedExperts:
@@ -112,7 +117,7 @@ class StreamedExperts:
         out_PD = self.scratch.take(tokens * choices, width)
         before = self._tally() if self.recorder is not None else (0, 0, 0)
         if self._streams(len(pairs.experts)):
-            self._whole_layer(pairs, hidden_TD, out_PD)
+            self._whole_layer(pairs, _latest_first(index_TK), hidden_TD, out_PD)
         else:
             self._acquire(pairs, hidden_TD, out_PD)
         out_TD = torch.empty_like(hidden_TD)
@@ -135,19 +140,24 @@ class StreamedExperts:
         with self.residency.acquire(self.pool, pairs.experts) as lease:
             if self.path == "staged" and self.step.phase == "decode" and self.next is not None:
                 self.residency.stage(self.next.pool, self.next.look_ahead(hidden_TD))
+            if lease.all_present:
+                self._compute(pairs, range(len(pairs.experts)), lease.addresses, hidden_TD, out_PD)
+                return
             for positions, addresses in lease.arrivals():
                 self._compute(pairs, positions, addresses, hidden_TD, out_PD)
 
-    def _whole_layer(self, pairs: Pairs, hidden_TD: Tensor, out_PD: Tensor) -> None:
+    def _whole_layer(self, pairs: Pairs, latest: list[int], hidden_TD: Tensor, out_PD: Tensor) -> None:
+        """`latest`: experts that decode will probably want, most recent first; they stay where slots are free."""
         ahead = (self.next.pool, self.next.look_ahead(hidden_TD)) if self.next is not None else None
-        for position, address in self.residency.stream(self.pool, pairs.experts, read_ahead=ahead):
+        stream = self.residency.stream(self.pool, pairs.experts, read_ahead=ahead, keep=latest)
+        for position, address in stream:
             self._compute(pairs, [position], [address], hidden_TD, out_PD)
 
     def _compute(
-        self, pairs: Pairs, positions: list[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
+        self, pairs: Pairs, positions: Sequence[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
     ) -> None:
         slots = torch.tensor(addresses, dtype=torch.int64)
-        if len(positions) == len(pairs.experts) and positions[-1] == len(positions) - 1:
+        if len(positions) == len(pairs.experts):  # all at once, and so in order
             row_start, token, out = pairs.row_start, pairs.token_of_row, pairs.out_row
         else:
             row_start, token, out = pairs.rows(positions)
@@ -161,8 +171,8 @@ class StreamedExperts:
         return index.unique().tolist()
 
 
-def _experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    streamed: StreamedExperts = module.streamed  # type: ignore[assignment]
+def _experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    streamed: StreamedExperts = module.streamed
     return streamed.forward(hidden_states, top_k_index, top_k_weights)
 
 
@@ -180,7 +190,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
 }
 
 
-def activation_of(module: nn.Module, path: str) -> tuple[str, float, float]:
+def activation_of(module: Any, path: str) -> tuple[str, float, float]:
     """(name, alpha, limit) of the native activation that computes the same as the module's own gating.
 
     Found by computing both on the same values, so a class with its own gating is either matched or refused.

@@ -127,13 +127,13 @@ def kv_shape(model: PreTrainedModel) -> KVShape | None:
     return KVShape(len(modules), config.num_key_value_heads, modules[0][1].head_dim)
 
 
-def _attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def _attention_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
     return [
         (p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")
     ]
 
 
-def _unsupported(module: nn.Module) -> str | None:
+def _unsupported(module: Any) -> str | None:
     """Why this attention module keeps transformers' code, or None."""
     name = type(module).__name__
     if name not in ATTENTION_CLASSES:
@@ -161,13 +161,13 @@ def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
     return report
 
 
-def _router(module: nn.Module) -> nn.Module:
+def _router(module: Any) -> nn.Module:
     renormalise = bool(getattr(module, "norm_topk_prob", True))
     bias = getattr(module, "bias", None)
     return FusedRouter(module.weight.detach(), None if bias is None else bias.detach(), module.top_k, renormalise)
 
 
-def _norm(module: nn.Module) -> nn.Module | None:
+def _norm(module: Any) -> nn.Module | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if eps is None or module.weight.dim() != 1:
         return None
@@ -180,7 +180,7 @@ def _norm(module: nn.Module) -> nn.Module | None:
 
 
 def _replace(
-    model: PreTrainedModel, path: str, module: nn.Module, fused: nn.Module | None, report: FusionReport, kind: str
+    model: PreTrainedModel, path: str, module: Any, fused: nn.Module | None, report: FusionReport, kind: str
 ) -> None:
     name = f"{kind}: {type(module).__name__}"
     if fused is None:
@@ -202,7 +202,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 
 def _fuse_attention(
     model: PreTrainedModel,
-    modules: list[tuple[str, nn.Module]],
+    modules: list[tuple[str, Any]],
     shape: KVShape,
     step: StepContext,
     report: FusionReport,
@@ -225,7 +225,7 @@ def _rotary(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
     return module(torch.zeros(1), torch.arange(tokens)[None])
 
 
-def _native_attention(module: nn.Module, index: int, shape: KVShape, rotary_dim: int) -> attention.Attention:
+def _native_attention(module: Any, index: int, shape: KVShape, rotary_dim: int) -> attention.Attention:
     q_norm, k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
     return attention.Attention(
         module.q_proj.matrix,
@@ -247,7 +247,7 @@ def _native_attention(module: nn.Module, index: int, shape: KVShape, rotary_dim:
 
 
 def _check_attention(
-    model: PreTrainedModel, path: str, module: nn.Module, fused: FusedAttention, shape: KVShape, tokens: int = 5
+    model: PreTrainedModel, path: str, module: Any, fused: FusedAttention, shape: KVShape, tokens: int = 5
 ) -> None:
     """Refuse to run when the native block and transformers' module disagree on random input."""
     assert isinstance(module.q_proj, QuantLinear)

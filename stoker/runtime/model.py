@@ -11,12 +11,10 @@ import json
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
@@ -26,62 +24,26 @@ from stoker.native import kernels
 from stoker.native.io import ReadQueue
 from stoker.residency import Residency
 from stoker.runtime import budget, dense
-from stoker.runtime.experts import Path, Scratch, StreamedExperts, activation_of
+from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
-from stoker.runtime.kv import KVPool, KVShape, PagedSequence
-from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory
-from stoker.runtime.sequence import CacheSequence, cache_token_bytes
+from stoker.runtime.kv import KVPool, PagedSequence
+from stoker.runtime.plan import Options, Plan, plan_run
+from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
 from stoker.runtime.step import StepContext
 from stoker.store.reader import Store, open_store
 from stoker.trace.events import Phase
 
-PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
-CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
-SCRATCH_SHARE = 0.05
-SCRATCH_FLOOR = 48 << 20
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to run a store; resolved once. `memory` is bytes or text such as "3GiB" or "auto"."""
-
-    memory: str | int = "auto"
-    path: Path = "auto"
-    policy: str = "lru"
-    threads: int | None = None
-    ctx_size: int = 4096
-    prefill_chunk: int | None = None
-    depth: int = 8
-    io_backend: str = "auto"
-    direct: bool = True
-    fuse: bool = True
-    activation_bits: int = 16
-
 
 def load(directory: str | FilePath, options: Options | None = None, recorder: Any = None) -> Runtime:
     """Open a store and make it ready. Raises StoreError, BudgetError or OptionError before any weight is read."""
     options = options or Options()
-    if options.path not in PATHS:
-        raise OptionError("unknown path", where="--path", expected=", ".join(PATHS), got=options.path)
-    if options.ctx_size < 1:
-        raise OptionError("the context must hold a token", where="--ctx-size", got=options.ctx_size)
     store = open_store(FilePath(directory))
     limit = budget.resolve(options.memory)
     model = build_skeleton(store.path)
     tokenizer = _tokenizer(store.path)
-    config = model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and options.ctx_size > longest:
-        raise OptionError(
-            "the context is longer than the model's",
-            where="--ctx-size",
-            expected=f"at most {longest}",
-            got=options.ctx_size,
-        )
-    shape = kv_shape(model) if options.fuse else None
-    ledger, chunk = _plan(store, model, options, limit, shape)
-    return Runtime(store, model, tokenizer, options, ledger, chunk, shape, recorder)
+    plan = plan_run(store, model, options, limit, kv_shape(model) if options.fuse else None)
+    return Runtime(store, model, tokenizer, options, plan, recorder)
 
 
 def _tokenizer(directory: FilePath) -> Any:
@@ -89,45 +51,6 @@ def _tokenizer(directory: FilePath) -> Any:
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
     return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-
-
-def _plan(
-    store: Store, model: PreTrainedModel, options: Options, limit: int, shape: KVShape | None
-) -> tuple[Ledger, int]:
-    config = model.config.get_text_config()
-    token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
-    top_k = _top_k(config)
-    chunk = options.prefill_chunk or next(
-        (c for c in CHUNKS if scratch_bytes(store, config, c) <= max(SCRATCH_SHARE * limit, SCRATCH_FLOOR)), CHUNKS[-1]
-    )
-    chunk = min(chunk, options.ctx_size)
-    needs = Needs(
-        process_bytes=psutil.Process().memory_info().rss,
-        dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
-        kv_bytes=shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size,
-        scratch_bytes=scratch_bytes(store, config, chunk),
-        pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k) for pool in store.pools),
-        ctx_tokens=options.ctx_size,
-        kv_token_bytes=token_bytes,
-    )
-    return plan_memory(limit, needs), chunk
-
-
-def _top_k(config: Any) -> int:
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    raise StokerError("the configuration does not say how many experts a token uses", got=config.model_type)
-
-
-def scratch_bytes(store: Store, config: Any, tokens: int) -> int:
-    """What one prefill chunk holds beside weights and cache: activations, (token, expert) pairs, logits."""
-    width, top_k = config.hidden_size, _top_k(config)
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    projected = config.num_attention_heads * head_dim + 2 * config.num_key_value_heads * head_dim
-    expert_width = max(pool.layout.down.spec.cols for pool in store.pools)
-    per_token = 4 * (8 * width + 3 * projected) + top_k * (4 * width + 9 * expert_width)
-    return tokens * per_token + 3 * 4 * config.vocab_size
 
 
 class Runtime:
@@ -139,13 +62,12 @@ class Runtime:
         model: PreTrainedModel,
         tokenizer: Any,
         options: Options,
-        ledger: Ledger,
-        chunk: int,
-        shape: KVShape | None,
+        plan: Plan,
         recorder: Any = None,
     ) -> None:
         self.store, self.model, self.tokenizer, self.options = store, model, tokenizer, options
-        self.budget, self.prefill_chunk, self.recorder = ledger, chunk, recorder
+        ledger = plan.ledger
+        self.budget, self.prefill_chunk, self.recorder = ledger, plan.prefill_chunk, recorder
         self.config = model.config.get_text_config()
         self.step = StepContext()
         threads = options.threads or budget.default_threads()
@@ -166,7 +88,7 @@ class Runtime:
         self.weights = dense.load_dense(model, store, options.activation_bits)
         self.fusion = fuse(model, self.step) if options.fuse else FusionReport()
         self._attach_routers()
-        self.kv = KVPool(shape, options.ctx_size) if shape else None
+        self.kv = KVPool(plan.kv_shape, options.ctx_size) if plan.kv_shape else None
         self._no_mask = torch.zeros(1, 1, 1, 1)
         self.load_seconds = time.perf_counter() - started
         self.generation_config = _generation_config(store.path)

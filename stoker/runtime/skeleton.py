@@ -28,7 +28,7 @@ class MoeBlock:
 
     layer: int
     path: str
-    experts: nn.Module
+    experts: Any
     parent: nn.Module
 
     @property
@@ -82,7 +82,9 @@ def _materialise_buffers(model: PreTrainedModel) -> None:
         if not names:
             continue
         for name in names:
-            module._buffers[name] = torch.zeros_like(module._buffers[name], device="cpu")
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.zeros_like(buffer, device="cpu")
         with torch.no_grad():
             model._init_weights(module)
 

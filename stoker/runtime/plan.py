@@ -1,0 +1,107 @@
+"""What a store needs in memory under given options, and how the budget is divided: everything decided before loading.
+
+Reads configuration, manifest and the process's own size; loads no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from transformers import PreTrainedModel
+
+from stoker.errors import OptionError, StokerError
+from stoker.runtime import dense
+from stoker.runtime.experts import Path
+from stoker.runtime.kv import KVShape
+from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory
+from stoker.runtime.sequence import cache_token_bytes
+from stoker.store.reader import Store
+
+PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
+CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
+SCRATCH_SHARE = 0.05
+SCRATCH_FLOOR = 48 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run a store; resolved once. `memory` is bytes or text such as "3GiB" or "auto"."""
+
+    memory: str | int = "auto"
+    path: Path = "auto"
+    policy: str = "lru"
+    threads: int | None = None
+    ctx_size: int = 4096
+    prefill_chunk: int | None = None
+    depth: int = 8
+    io_backend: str = "auto"
+    direct: bool = True
+    fuse: bool = True
+    activation_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if self.path not in PATHS:
+            raise OptionError("unknown path", where="--path", expected=", ".join(PATHS), got=self.path)
+        if self.ctx_size < 1:
+            raise OptionError("the context must hold a token", where="--ctx-size", got=self.ctx_size)
+        if self.activation_bits not in (8, 16):
+            raise OptionError("activations are rounded to 8 or 16 bits", expected="8 or 16", got=self.activation_bits)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The divided budget, the tokens of one prefill step, the paged cache's axes (None: transformers' own cache)."""
+
+    ledger: Ledger
+    prefill_chunk: int
+    kv_shape: KVShape | None
+
+
+def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int, shape: KVShape | None) -> Plan:
+    """Divide `limit` bytes. Raises OptionError for a context past the model's, BudgetError for too small a budget."""
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and options.ctx_size > longest:
+        raise OptionError(
+            "the context is longer than the model's",
+            where="--ctx-size",
+            expected=f"at most {longest}",
+            got=options.ctx_size,
+        )
+    chunk = min(options.prefill_chunk or _chunk(store, config, limit), options.ctx_size)
+    token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
+    needs = Needs(
+        process_bytes=psutil.Process().memory_info().rss,
+        dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
+        kv_bytes=shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size,
+        scratch_bytes=scratch_bytes(store, config, chunk),
+        pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k(config)) for pool in store.pools),
+        ctx_tokens=options.ctx_size,
+        kv_token_bytes=token_bytes,
+    )
+    return Plan(plan_memory(limit, needs), chunk, shape)
+
+
+def _chunk(store: Store, config: Any, limit: int) -> int:
+    """The most tokens a prefill step may have without its scratch eating the slots."""
+    allowed = max(SCRATCH_SHARE * limit, SCRATCH_FLOOR)
+    return next((tokens for tokens in CHUNKS if scratch_bytes(store, config, tokens) <= allowed), CHUNKS[-1])
+
+
+def top_k(config: Any) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
+    raise StokerError("the configuration does not say how many experts a token uses", got=config.model_type)
+
+
+def scratch_bytes(store: Store, config: Any, tokens: int) -> int:
+    """What one prefill chunk holds beside weights and cache: activations, (token, expert) pairs, logits."""
+    width, chosen = config.hidden_size, top_k(config)
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    projected = config.num_attention_heads * head_dim + 2 * config.num_key_value_heads * head_dim
+    expert_width = max(pool.layout.down.spec.cols for pool in store.pools)
+    per_token = 4 * (8 * width + 3 * projected) + chosen * (4 * width + 9 * expert_width)
+    return tokens * per_token + 3 * 4 * config.vocab_size
