@@ -157,7 +157,7 @@ class StreamedExperts:
         self, pairs: Pairs, positions: Sequence[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
     ) -> None:
         slots = torch.tensor(addresses, dtype=torch.int64)
-        if len(positions) == len(pairs.experts):  # all at once, and so in order
+        if len(positions) == len(pairs.experts) and all(i == p for i, p in enumerate(positions)):
             row_start, token, out = pairs.row_start, pairs.token_of_row, pairs.out_row
         else:
             row_start, token, out = pairs.rows(positions)
