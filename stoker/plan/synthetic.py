@@ -22,6 +22,7 @@ MEMORIES_TOKENS = (2000.0, 20.0, 2.0)
 class Preset:
     """Shares of a router logit's variance; `static + slow + middle + fast + iid = 1`. `drift`: share of h new a layer.
 
+    `spread`: how much more the favoured experts answer to h: row e of the router is scaled by exp(spread * b_e).
     `first`, `second`, `last` layers differ: their own static share, and the share of noise that no layer before sees.
     """
 
@@ -30,9 +31,10 @@ class Preset:
     middle: float
     fast: float
     drift: float
+    spread: float = 0.0
     first: tuple[float, float] = (0.10, 0.72)
-    second: tuple[float, float] = (0.25, 0.30)
-    last: tuple[float, float] = (0.22, 0.30)
+    second: tuple[float, float] = (0.25, 0.36)
+    last: tuple[float, float] = (0.22, 0.36)
 
     @property
     def iid(self) -> float:
@@ -40,8 +42,8 @@ class Preset:
 
 
 PRESETS = {
-    "general": Preset(static=0.24, slow=0.26, middle=0.10, fast=0.27, drift=0.021),
-    "code": Preset(static=0.46, slow=0.15, middle=0.07, fast=0.19, drift=0.024),
+    "general": Preset(static=0.228, slow=0.26, middle=0.088, fast=0.264, drift=0.017, spread=0.012),
+    "code": Preset(static=0.445, slow=0.14, middle=0.07, fast=0.205, drift=0.02, last=(0.22, 0.31)),
 }
 
 
@@ -80,7 +82,7 @@ def generate(
             hidden_TD = np.sqrt(1 - shape.drift) * hidden_TD + np.sqrt(shape.drift) * _process(rng, shape, tokens)
         static, noise = _mix(shape, layer, layers)
         preference_TE = _preference(rng, experts, tokens, shift_at, shift_correlation)
-        router_DE = rng.standard_normal((WIDTH, experts), np.float32) / np.float32(np.sqrt(WIDTH))
+        router_DE = rng.standard_normal((WIDTH, experts), np.float32) * _row_scale(preference_TE[0], shape.spread)
         fixed_TE = np.sqrt(static) * preference_TE
         dynamic = np.float32(np.sqrt(1 - static - noise))
         fresh_TE = np.float32(np.sqrt(noise)) * rng.standard_normal((tokens, experts), np.float32) if noise else 0.0
@@ -103,6 +105,12 @@ def _mix(shape: Preset, layer: int, layers: int) -> tuple[float, float]:
     if layer == layers - 1:
         return shape.last
     return shape.second if layer == 1 else (shape.static, 0.0)
+
+
+def _row_scale(preference_E: np.ndarray, spread: float) -> np.ndarray:
+    """float32 [E]: scales of the router's rows, so that a logit has unit variance on average."""
+    scale_E = np.exp(spread * preference_E)
+    return (scale_E / np.sqrt(np.mean(scale_E**2) * WIDTH)).astype(np.float32)
 
 
 def _process(rng: np.random.Generator, shape: Preset, tokens: int) -> np.ndarray:
