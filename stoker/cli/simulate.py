@@ -8,7 +8,8 @@ import typer
 
 from stoker.errors import OptionError
 
-DEFAULT_POLICIES = "lru,decayed-lfu,lfru,s3-fifo,arc,static,min"
+ONLINE_POLICIES = "lru,decayed-lfu,lfru,s3-fifo,arc,static"
+WIDE = 14  # more figures than this are shown one a line, with one column a replay
 _TIME = "With time (needs --record-ms)"
 _ROSTER = "Roster coverage instead of caches"
 
@@ -21,12 +22,17 @@ def simulate(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            help="Stoker traces, .npz files with `experts` [L, T, K], route .csv files, or synthetic:PRESET."
+            help="Stoker traces, .npz with `experts` [L, T, K], route .csv, or synthetic:PRESET[:TOKENS[:SEED]]."
         ),
     ],
     policy: Annotated[
-        str, typer.Option("--policy", "-p", help="Comma-separated; also decayed-lfu:H, static:SHARE, min, min:WINDOW.")
-    ] = DEFAULT_POLICIES,
+        str | None,
+        typer.Option(
+            "--policy",
+            "-p",
+            help=f"Comma-separated ({ONLINE_POLICIES},min); also decayed-lfu:H, static:SHARE, min:WINDOW.",
+        ),
+    ] = None,
     slots: Annotated[
         str, typer.Option("--slots", "-s", help="Slots a layer, comma-separated: numbers, or shares such as 25%.")
     ] = "25%",
@@ -62,8 +68,8 @@ def simulate(
     prefix: Annotated[
         float, typer.Option(help="Share of it before the roster is pinned.", rich_help_panel=_ROSTER)
     ] = 0.2,
-    workers: Annotated[int, typer.Option(min=0, help="Processes (0: one for each core).")] = 0,
-    seed: Annotated[int, typer.Option(help="For jitter, the gate model and synthetic routes.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes for hit rates (0: one for each core).")] = 0,
+    seed: Annotated[int, typer.Option(help="For jitter and the gate model.", rich_help_panel=_TIME)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Replay routes event-atomically: hit rates of policies and sizes; with --record-ms also stalls and latencies."""
@@ -71,23 +77,35 @@ def simulate(
 
     if global_cache and greedy:
         raise OptionError("a shared cache has no layers to deal slots to", where="--greedy", remedy="drop --global")
+    timing.refuse_unused(
+        record_ms is not None,
+        roster is not None,
+        timed={
+            "--lanes": lanes != 1,
+            "--jitter": jitter != 0.5,
+            "--layer-ms": layer_ms != "0.6,0.4",
+            "--prefetch": prefetch != "none",
+        },
+        rostered={"--window": window != 256, "--prefix": prefix != 0.2},
+        cached={"--policy": policy is not None, "--global": global_cache, "--greedy": greedy},
+    )
     partition = "global" if global_cache else "greedy" if greedy else "per-layer"
     names = [str(trace) for trace in traces]
     if roster is not None:
         rows = timing.rosters(names, roster, window, prefix, tokens)
     elif record_ms is None:
-        if prefetch != "none":
-            raise OptionError("prefetch moves time only", where="--prefetch", remedy="add --record-ms")
         cells = [
             sweep.Cell(name, one, size, partition, warm_up, tokens)
             for name in names
-            for one in policy.split(",")
+            for one in (policy or f"{ONLINE_POLICIES},min").split(",")
             for size in sweep.sizes(name, slots)
         ]
         rows = _with_progress(cells, workers, quiet=as_json)
         sweep.add_gap_to_floor(rows)
     else:
-        request = timing.Request(policy.split(","), slots, partition, warm_up, tokens, prefetch, layer_ms, seed)
+        request = timing.Request(
+            (policy or ONLINE_POLICIES).split(","), slots, partition, warm_up, tokens, prefetch, layer_ms, seed
+        )
         rows = timing.timed_rows(names, request, record_ms, lanes, jitter)
     print(json.dumps(rows, indent=1)) if as_json else _table(rows)
 
@@ -113,11 +131,18 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
     flat = [_flat(row) for row in rows]
     names = [name for name in flat[0] if any(row.get(name) is not None for row in flat)]
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(flat[0][name], str) else "right")
-    for row in flat:
-        table.add_row(*("-" if row.get(name) is None else shown(name, row[name]) for name in names))
+    cells = [["-" if row.get(name) is None else shown(name, row[name]) for name in names] for row in flat]
+    titles = [name.replace("_", " ") for name in names]
+    if len(names) > WIDE:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for figure in zip(titles, *cells, strict=True):
+            table.add_row(*figure)
+    else:
+        table = Table(box=None, pad_edge=False)
+        for title, name in zip(titles, names, strict=True):
+            table.add_column(title, justify="left" if isinstance(flat[0][name], str) else "right")
+        for line in cells:
+            table.add_row(*line)
     Console(soft_wrap=True).print(table)
 
 

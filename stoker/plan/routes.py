@@ -109,13 +109,15 @@ def from_array(experts_LTK: np.ndarray, name: str = "routes", n_experts: int | N
 
 def load_routes(path: str | Path) -> Routes:
     """Routes of one file: .npz with `experts` [L, T, K], a BigMoeOnEdge .csv, or a stoker trace (its decode steps); or
-    of the generator: `synthetic:PRESET[:TOKENS]`, with the shape of the preset.
+    of the generator: `synthetic:PRESET[:TOKENS[:SEED]]`, with the shape of the preset.
 
     Raises TraceError naming the file where it is none of these.
     """
     if str(path).startswith(SYNTHETIC):
         return _generated(str(path))
     path = Path(path)
+    if path.suffix in (".npz", ".csv") and not path.is_file():
+        raise TraceError("no such file", where=str(path))
     if path.suffix == ".npz":
         return from_array(_npz(path), path.stem)
     if path.suffix == ".csv":
@@ -132,10 +134,11 @@ def load_routes(path: str | Path) -> Routes:
 def _generated(name: str) -> Routes:
     from stoker.plan.synthetic import generate
 
-    preset, _, tokens = name.removeprefix(SYNTHETIC).partition(":")
-    if tokens and not tokens.isdecimal():
-        raise OptionError("tokens to generate", where=name, expected="synthetic:general:4000", got=tokens)
-    return from_array(generate(preset, int(tokens or SYNTHETIC_TOKENS)).experts_LTK, name.replace(":", "-"), 128)
+    preset, *numbers = name.removeprefix(SYNTHETIC).split(":")
+    if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+        raise OptionError("cannot be read", where=name, expected=f"{SYNTHETIC}PRESET[:TOKENS[:SEED]]", got=name)
+    tokens, seed = (*map(int, numbers), *(SYNTHETIC_TOKENS, 0)[len(numbers) :])
+    return from_array(generate(preset, tokens, seed=seed).experts_LTK, name.replace(":", "-"), 128)
 
 
 def _npz(path: Path) -> np.ndarray:

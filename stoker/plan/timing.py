@@ -51,20 +51,45 @@ def timed_rows(
         window = routes.between(0, tokens)
         for size in parse_sizes(request.slots, routes):
             for policy in request.policies:
-                if policy.startswith("min"):
-                    continue
                 prefetch = parse_prefetch(request.prefetch, routes, tokens, request.seed)
                 shared = request.partition == "global"
-                slots = greedy_for(routes, size * len(routes.streams)) if request.partition == "greedy" else size
+                slots = _dealt(routes, tokens, size) if request.partition == "greedy" else size
                 total = size * len(routes.streams) if shared else slots
                 figures = replay_timed(window, policy, total, device, layer_time, prefetch, warm_up, shared)
                 head = {"trace": routes.name, "policy": policy, "partition": request.partition, "slots_per_layer": size}
                 rows.append({**head, "prefetch": request.prefetch, **figures})
-    if not rows:
-        raise OptionError(
-            "no policy that can run in time", where="--policy", expected="other than min", got=request.policies
-        )
     return rows
+
+
+def refuse_unused(
+    with_time: bool, with_roster: bool, timed: dict[str, bool], rostered: dict[str, bool], cached: dict[str, bool]
+) -> None:
+    """Raises OptionError for an option that was given (True) and would have no effect."""
+    for given, needed, lacking in ((timed, with_time, "--record-ms"), (rostered, with_roster, "--roster")):
+        for name in (name for name, is_given in given.items() if is_given and not needed):
+            raise OptionError(f"has no effect without {lacking}", where=name, remedy=f"add {lacking}")
+    for name in (name for name, is_given in {**cached, "--record-ms": with_time}.items() if is_given and with_roster):
+        raise OptionError("has no effect with --roster", where=name, remedy="drop one of the two")
+
+
+def _dealt(routes: Routes, window_tokens: int, size: int) -> list[int]:
+    """The greedy allocation, fitted on the tokens after the replayed ones."""
+    train = _after(routes, window_tokens, routes.steps, "--greedy")
+    return greedy_for(train, size * len(routes.streams), train.steps)
+
+
+def _after(routes: Routes, window_tokens: int, most: int, where: str) -> Routes:
+    """Up to `most` tokens that follow the replayed ones. Raises OptionError where they are too few to learn from."""
+    train = routes.between(window_tokens, window_tokens + most)
+    if train.steps < LEAST_TRAINING_TOKENS:
+        raise OptionError(
+            "too few tokens after the replayed ones to count on",
+            where=where,
+            expected=f">= {LEAST_TRAINING_TOKENS}",
+            got=train.steps,
+            remedy="replay fewer tokens (--tokens) or use a longer trace",
+        )
+    return train
 
 
 def rosters(names: Sequence[str], m: int, window: int, prefix: float, tokens: int | None) -> list[dict[str, Any]]:
@@ -108,14 +133,6 @@ def parse_prefetch(text: str, routes: Routes, window_tokens: int, seed: int = 0)
         raise OptionError("unknown prefetch", where="--prefetch", expected=_PREDICTORS, got=text)
     if gate is not None:
         return Prefetch(gate, most)
-    train = routes.between(window_tokens, window_tokens + TRAINING_TOKENS)
-    if train.steps < LEAST_TRAINING_TOKENS:
-        raise OptionError(
-            "too few tokens after the replayed ones to count on",
-            where="--prefetch",
-            expected=f">= {LEAST_TRAINING_TOKENS}",
-            got=train.steps,
-            remedy="replay fewer tokens (--tokens) or use a longer trace",
-        )
+    train = _after(routes, window_tokens, TRAINING_TOKENS, "--prefetch")
     table = CoOccurrence if name == "co-occurrence" else Markov
     return Prefetch(table(steps_of(train), routes.experts), most)

@@ -65,6 +65,7 @@ def test_time_and_prefetch(npz: str) -> None:
     assert gate["on_time_ratio"] > 0.4 and gate["waste_ratio"] < 0.2
     assert table["waste_ratio"] > 0.3 and markov["on_time_ratio"] > 0
     assert rows(*timed, "--lanes", "4")[0]["stall_ms_per_token"] < none["stall_ms_per_token"]
+    assert rows(*timed, "--greedy")[0]["partition"] == "greedy" and rows(*timed, "--global")[0]["partition"] == "global"
     slow = rows(*timed, "--layer-ms", "2,2")[0]
     assert slow["token_ms"]["p50"] > none["token_ms"]["p50"] + 8
 
@@ -74,9 +75,14 @@ def test_roster(npz: str) -> None:
     assert len(found) == 4 and found[0]["mean"] == pytest.approx(0.5, abs=0.05) and found[0]["windows"] == 25
 
 
-def test_synthetic_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_routes() -> None:
     routes = load_routes("synthetic:general:60")
     assert (routes.steps, routes.layers, routes.experts, routes.k) == (60, 48, 128, 8)
+    assert load_routes("synthetic:general:60:0").streams[5].events() == routes.streams[5].events()
+    assert load_routes("synthetic:general:60:1").streams[5].events() != routes.streams[5].events()
+    for wrong in ("synthetic:general:many", "synthetic:prose", "synthetic:general:1:2:3"):
+        with pytest.raises(OptionError):
+            load_routes(wrong)
 
 
 def test_tables_show_what_json_has(npz: str) -> None:
@@ -100,6 +106,11 @@ def test_tables_show_what_json_has(npz: str) -> None:
         ["--record-ms", "1", "--prefetch", "markov", "--tokens", "2400"],
         ["--record-ms", "1", "-p", "min"],
         ["--roster", "1"],
+        ["--roster", "8", "--record-ms", "1"],
+        ["--roster", "8", "-p", "lru"],
+        ["--lanes", "2"],
+        ["--window", "100"],
+        ["--record-ms", "1", "--greedy", "--tokens", "2300"],
     ],
 )
 def test_refusals_name_the_option(npz: str, arguments: list[str]) -> None:
