@@ -62,7 +62,7 @@ class TraceWriter:
         if end > len(self._experts):
             self._grow(end)
         self._experts[start:end] = experts.reshape(-1)
-        self._weights[start:end] = np.asarray(weights_TK).reshape(-1)
+        self._weights[start:end] = _floats(weights_TK).reshape(-1)
         self._route_count = end
         self._running_step = step
         route_start = self._routes_before + start
@@ -118,6 +118,14 @@ class TraceWriter:
         if len(self._experts) > ROUTES_PER_PART:
             self._experts = np.empty(ROUTES_PER_PART, np.int32)
             self._weights = np.empty(ROUTES_PER_PART, np.float32)
+
+
+def _floats(weights: Any) -> np.ndarray:
+    """An array of any weights; tensors that numpy cannot take as they are (bfloat16, with a gradient) are converted."""
+    try:
+        return np.asarray(weights)
+    except (TypeError, RuntimeError):
+        return np.asarray(weights.detach().float())
 
 
 def parts_folder(path: Path) -> Path:

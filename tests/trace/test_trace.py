@@ -171,6 +171,19 @@ def test_summary_of_a_run_whose_figures_are_known(tmp_path: Path) -> None:
     assert figures["working_set"]["mean"] == 3 and figures["peak_rss_bytes"] == 1399
 
 
+def test_tensors_of_every_kind_are_taken(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    weights = torch.tensor([[0.25, 0.75]])
+    kinds = [weights, weights.bfloat16(), weights.clone().requires_grad_(), weights.half()]
+    with TraceWriter(tmp_path / "t") as writer:
+        for step, kind in enumerate(kinds):
+            writer.layer(step, 0, 0, torch.tensor([[3, 1]]), kind, 1, 1, 0)
+    trace = Trace(tmp_path / "t")
+    for step in range(len(kinds)):
+        experts, got = trace.route(step)
+        assert experts.tolist() == [[3, 1]] and got.tolist() == [[0.25, 0.75]]
+
+
 def test_recording_costs_microseconds(tmp_path: Path) -> None:
     """48 layers, their reads and the step: under 1.2 ms a token, 2% of a 60 ms token."""
     experts, weights = np.arange(8)[None], np.ones((1, 8), np.float32)
