@@ -1,1 +1,1 @@
-""""""
+"""The command line: one file a command, found and registered by main.py."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from stoker import __version__
-from stoker.errors import OptionError, StokerError
+from stoker.errors import OptionError, StokerError, StoreError
 from stoker.generate.chat_template import Message, chat_ids, has_chat_template
 from stoker.generate.engine import Generation
 from stoker.generate.report import Result
@@ -81,7 +81,10 @@ def load(
 
     from stoker.runtime import budget
 
-    budget.resolve(memory)  # a wrong size is told before torch is imported
+    # What a typing error causes is told before torch is imported.
+    if not Path(model).exists():
+        raise StoreError("there is no such store", where=str(model), remedy="make one with `stoker pack SRC DST`")
+    budget.resolve(memory)
     from stoker.runtime.model import Options
     from stoker.runtime.model import load as load_runtime
     from stoker.trace.writer import TraceWriter
