@@ -44,7 +44,7 @@ def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Nested figures as `a.b` lines, in their order."""
     rows: list[tuple[str, str]] = []
     for name, value in figures.items():
-        if isinstance(value, dict) and not set(value) >= {"p50", "p95", "p99"}:
+        if isinstance(value, dict):
             rows += _rows(value, f"{prefix}{name}.")
         else:
             rows.append((prefix + name, shown(name, value)))
@@ -52,12 +52,9 @@ def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def shown(name: str, value: Any) -> str:
-    """A figure for people: sizes in MiB, shares to four digits, percentiles on one line."""
+    """A figure for people: sizes in MiB, numbers to four digits."""
     if value is None:
-        return "not enough data"
-    if isinstance(value, dict):
-        parts = [f"{key} {shown(key, value[key]) if value[key] is not None else 'n too small'}" for key in value]
-        return "  ".join(parts)
+        return "n too small" if name.endswith(("p95", "p99")) else "not enough data"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if "bytes" in name:
