@@ -5,6 +5,7 @@ the disk safely is `writer`'s.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,10 @@ from stoker.quant.reference import Parts, pack_tiles, quantize_rows
 from stoker.store.files import lay_out, record_name
 from stoker.store.manifest import Manifest
 from stoker.store.packplan import DenseSource, PackPlan
+from stoker.store.threads import in_order, one_torch_thread
 from stoker.store.writer import StoreWriter, bytes_needed, finished_store
 
-CHUNK_ELEMENTS = 8 << 20  # of a matrix converted at once: 32 MiB as float32
+CHUNK_ELEMENTS = 128 << 10  # of a matrix converted at once: 512 KiB as float32 stays in the cache
 Progress = Callable[[int], None]
 
 
@@ -36,17 +38,18 @@ def pack(plan: PackPlan, path: Path, progress: Progress | None = None, *, shard_
     if finished is not None:
         return finished
     side_files = plan.checkpoint.side_files()
-    with StoreWriter(path, plan.manifest, plan.identity, shard_bytes=shard_bytes) as writer:
+    with one_torch_thread(), StoreWriter(path, plan.manifest, plan.identity, shard_bytes=shard_bytes) as writer:
         writer.check_room()
         for dense in plan.dense:
             if not writer.has(dense.entry.name):
                 writer.write_dense(dense.entry.name, _dense_chunks(plan, dense))
             _tell(progress, writer.item_bytes(dense.entry.name))
         for pool, experts in zip(plan.manifest.pools, plan.experts, strict=True):
-            for expert, source in enumerate(experts):
-                key = ExpertKey(pool.id, expert)
-                if not writer.has(record_name(key)):
-                    writer.write_record(key, build_record(source, pool.layout))
+            missing = [e for e in range(pool.experts) if not writer.has(record_name(ExpertKey(pool.id, e)))]
+            _tell(progress, (pool.experts - len(missing)) * pool.layout.record_bytes)
+            records = in_order(partial(build_record, experts[e], pool.layout) for e in missing)
+            for expert, record in zip(missing, records, strict=True):
+                writer.write_record(ExpertKey(pool.id, expert), record)
                 _tell(progress, pool.layout.record_bytes)
         return writer.finish(side_files, plan.manifest.notes)
 
@@ -126,7 +129,14 @@ def _row_chunks(spec: MatrixSpec) -> Iterator[tuple[int, int]]:
 
 
 def _converted(floats: Tensor, spec: MatrixSpec, where: str) -> dict[str, np.ndarray]:
-    return _tiles(quantize_rows(_finite(floats, where), spec.format), floats.shape[0], spec)
+    if spec.format.kind != "affine":
+        return _tiles(quantize_rows(_finite(floats, where), spec.format), floats.shape[0], spec)
+    rows = quantize_rows(floats, spec.format)
+    assert rows.scales is not None and rows.biases is not None
+    if not (torch.isfinite(rows.scales).all() and torch.isfinite(rows.biases).all()):  # NaN and infinity reach them
+        _finite(floats, where)
+        raise CheckpointError("the weights are too large for the format's scales", where=where)
+    return _tiles(rows, floats.shape[0], spec)
 
 
 def _moved(parts: Parts, spec: MatrixSpec, where: str) -> dict[str, np.ndarray]:

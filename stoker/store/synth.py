@@ -21,6 +21,7 @@ from stoker.store.files import dense_parts, plain_dtype, record_name
 from stoker.store.manifest import DenseEntry, Manifest, PoolEntry
 from stoker.store.synth_shapes import SynthShape, SynthTensor
 from stoker.store.synth_tokenizer import tokenizer_files
+from stoker.store.threads import one_torch_thread
 from stoker.store.writer import StoreWriter, finished_store
 
 _TABLE_WORDS = 1 << 20  # 8 MiB a table: stays in the last-level cache
@@ -133,7 +134,7 @@ def write_store(
     if finished is not None:
         return finished
     identity = {"synth": shape.name, "layers": shape.layers, "seed": seed, "format": fmt.label()}
-    with StoreWriter(path, plan, identity) as writer:
+    with one_torch_thread(), StoreWriter(path, plan, identity) as writer:
         writer.check_room()
         for tensor in shape.dense:
             if not writer.has(tensor.name):

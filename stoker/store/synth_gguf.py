@@ -18,6 +18,7 @@ from stoker.store.disk import PARTIAL, disk_errors, pwrite, require_room, sync_d
 from stoker.store.synth import RandomWeights, parts_of
 from stoker.store.synth_shapes import SynthShape, SynthTensor
 from stoker.store.synth_tokenizer import END, token_list
+from stoker.store.threads import one_torch_thread
 
 FORMAT = WeightFormat("affine", 4, 32, "f16")
 _BLOCK_BYTES = 18  # f16 d, then 16 bytes of nibbles, for 32 weights
@@ -61,7 +62,7 @@ def write_gguf(path: Path, shape: SynthShape, seed: int, progress: Callable[[int
     shapes = dict(_tensor_shapes(shape, weights))
     require_room(path, gguf_bytes(shape))
     partial = path.with_name(path.name + PARTIAL)
-    with disk_errors(path):
+    with one_torch_thread(), disk_errors(path):
         start = _write_metadata(partial, shape, shapes)
         offsets = _offsets(start, shapes)
         fd = os.open(partial, os.O_RDWR)

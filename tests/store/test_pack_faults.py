@@ -260,3 +260,16 @@ def test_a_disk_that_fills_up(single: Path, small_disk: Path, monkeypatch: pytes
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     packs(single, target, PackOptions(16))
     open_store(target).verify()
+
+
+def test_weights_beyond_the_scales(single: Path, tmp_path: Path) -> None:
+    """Finite, but their range is not: no format holds them."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][0, :2] = torch.tensor([3e38, -3e38])
+
+    edit_tensors(single, widen)
+    with pytest.raises(CheckpointError, match="too large for the format") as refused:
+        packs(single, tmp_path / "store")
+    assert name in str(refused.value)
