@@ -12,12 +12,13 @@ import json
 import random
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.bench import worker
 from stoker.bench.confine import read_ahead, run_confined
+from stoker.bench.device import device_rate
 from stoker.bench.provenance import spread, write_result
 
 GIB = 1 << 30
@@ -113,7 +114,6 @@ def say(text: str) -> None:
 
 
 def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
-    worker = str(Path(__file__).parent / "workers.py")
     model = arguments.store if cell.engine == "stoker" else arguments.gguf
     python = sys.executable if cell.engine == "stoker" else arguments.llama_python
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -121,7 +121,7 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
         file.flush()
         command = [
             python,
-            worker,
+            worker.__file__,
             cell.engine,
             model,
             "--ids",
@@ -145,33 +145,6 @@ def token_ids(prompt: int, decode: int, vocabulary: int) -> dict[str, list[int]]
         "prompt": [generator.randrange(vocabulary) for _ in range(prompt)],
         "decode": [generator.randrange(vocabulary) for _ in range(decode)],
     }
-
-
-def device_rate(store: str, seconds: float = 3.0) -> float:
-    """Bytes per second of direct record-sized reads of the store's own records, in random order, at depth 8."""
-    from stoker.native.io import Arena, ReadQueue
-    from stoker.store.reader import open_store
-
-    opened = open_store(store)
-    generator = random.Random(time.monotonic_ns())
-    depth, total = 8, 0
-    queue, size = ReadQueue(depth=depth), max(pool.layout.record_bytes for pool in opened.pools)
-    arena, files = Arena(depth * size), {}
-    started = time.perf_counter()
-    tickets: list[int] = []
-    while time.perf_counter() - started < seconds or tickets:
-        while len(tickets) < depth and time.perf_counter() - started < seconds:
-            pool = generator.choice(opened.pools)
-            extent = opened.record(pool.id, generator.randrange(pool.experts))
-            if extent.file not in files:
-                files[extent.file] = queue.open(extent.file)
-            slot = (total // size + len(tickets)) % depth
-            tickets.append(queue.submit(files[extent.file], extent.offset, extent.length, arena.address + slot * size))
-        queue.wait(tickets.pop(0))
-        total += size
-    elapsed = time.perf_counter() - started
-    queue.close()
-    return total / elapsed
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from stoker.errors import CheckpointError
 from stoker.native import kernels
+from stoker.routing.replay import LayerReplay
 from stoker.runtime.skeleton import EXPERTS_IMPLEMENTATION
 from stoker.runtime.step import StepContext
 
@@ -108,8 +109,11 @@ class StreamedExperts:
         self.step, self.scratch, self.recorder = step, scratch, recorder
         self.next: StreamedExperts | None = None
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
+        self.replay: LayerReplay | None = None  # recorded routes instead of the gate's: benchmarks alone set it
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self.replay is not None:
+            index_TK, weights_TK = self.replay.route(self.step.index, weights_TK)
         tokens, choices = index_TK.shape
         width = hidden_TD.shape[1]
         hidden_TD = hidden_TD.contiguous()
@@ -165,6 +169,8 @@ class StreamedExperts:
 
     def look_ahead(self, hidden_TD: Tensor) -> list[int]:
         """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead."""
+        if self.replay is not None:
+            return self.replay.look_ahead(self.step.index, hidden_TD.shape[0])
         if self.router is None:
             return []
         index = self.router(hidden_TD)[-1]

@@ -1,0 +1,150 @@
+"""Recorded routes in the place of the gates', so that a model of random weights shows the reuse of a real one.
+
+Owns the routes and the place in them; a step takes the tokens that follow those of the step before it. For measuring
+speed: the output means nothing. Knows no model, no residency and no clock.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.errors import OptionError, TraceError
+from stoker.trace.reader import Trace, is_trace
+
+Weights = Literal["own", "uniform"]
+WEIGHTS: tuple[Weights, ...] = ("own", "uniform")
+# A gate applied to the hidden state of one layer before finds 80 to 89% of the next layer's choices.
+LOOK_AHEAD_RECALL = 0.85
+
+
+class RouteReplay:
+    """Routes [L, T, K] for the first L' <= L MoE layers of a model, endless: after the last token comes the first.
+
+    weights: "own" keeps the gate's weights in their order (strongest on the trace's strongest expert), "uniform"
+    gives each expert of a token the same share of their sum. Reading ahead is served by a guess of recall
+    `look_ahead_recall`, drawn from `seed`: the model's own gates know nothing of these routes.
+    """
+
+    def __init__(
+        self,
+        experts_LTK: np.ndarray,
+        *,
+        weights: Weights = "own",
+        name: str = "routes",
+        look_ahead_recall: float = LOOK_AHEAD_RECALL,
+        seed: int = 0,
+    ) -> None:
+        if weights not in WEIGHTS:
+            raise OptionError("unknown weights", where="--route-weights", expected=", ".join(WEIGHTS), got=weights)
+        self.experts_LTK = _checked(experts_LTK, name)
+        self.weights, self.name, self.look_ahead_recall = weights, name, look_ahead_recall
+        self.tokens = self.experts_LTK.shape[1]
+        self._random = np.random.default_rng(seed)
+        self._step = -1
+        self._first = self._next = 0
+
+    @classmethod
+    def open(cls, path: str | Path, *, weights: Weights = "own") -> RouteReplay:
+        """From an .npz with `experts` [L, T, K] or a stoker trace (all its steps). Raises TraceError."""
+        return cls(load_experts(Path(path)), weights=weights, name=str(path))
+
+    def seek(self, token: int) -> None:
+        """The next step begins with this token of the trace."""
+        self._next = token % self.tokens
+
+    def check_shape(self, layers: int, experts: int, top_k: int) -> None:
+        """Raises OptionError where a model with these axes cannot follow the routes."""
+        have_layers, _, have_k = self.experts_LTK.shape
+        largest = int(self.experts_LTK[:layers].max())
+        if have_layers < layers or have_k != top_k or largest >= experts:
+            raise OptionError(
+                "the routes do not fit the model's shape",
+                where=f"--routes {self.name}",
+                expected=f"at least {layers} layers, {top_k} experts a token, ids below {experts}",
+                got=f"{have_layers} layers, {have_k} experts a token, ids up to {largest}",
+            )
+
+    def layer(self, index: int) -> LayerReplay:
+        """The routes of the model's MoE layer number `index` (counting MoE layers alone)."""
+        return LayerReplay(self, index)
+
+    def take(self, index: int, step: int, tokens: int) -> np.ndarray:
+        """int64 [tokens, K] of one layer; every layer of a step gets the same tokens of the trace."""
+        if step != self._step:
+            self._step, self._first = step, self._next
+            self._next = (self._next + tokens) % self.tokens
+        places = (self._first + np.arange(tokens)) % self.tokens
+        return self.experts_LTK[index, places]
+
+    def guess(self, index: int, step: int, tokens: int) -> list[int]:
+        """A look ahead: each true choice with probability `look_ahead_recall`, else one of the layer's at random."""
+        truth_TK = self.take(index, step, tokens)
+        others = self.experts_LTK[index].reshape(-1)
+        drawn = others[self._random.integers(len(others), size=truth_TK.shape)]
+        known = self._random.random(truth_TK.shape) < self.look_ahead_recall
+        return np.unique(np.where(known, truth_TK, drawn)).tolist()
+
+
+class LayerReplay:
+    """One layer's share of a RouteReplay: what the experts of that layer ask instead of their gate."""
+
+    def __init__(self, replay: RouteReplay, index: int) -> None:
+        self._replay, self._index = replay, index
+
+    def route(self, step: int, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """experts int64 [T, K] of the trace, and the weights that they get, from the gate's own `weights_TK`."""
+        index_TK = torch.from_numpy(self._replay.take(self._index, step, weights_TK.shape[0]))
+        if self._replay.weights == "uniform":
+            weights_TK = weights_TK.mean(-1, keepdim=True).expand_as(weights_TK)
+        return index_TK, weights_TK
+
+    def look_ahead(self, step: int, tokens: int) -> list[int]:
+        return self._replay.guess(self._index, step, tokens)
+
+
+def load_experts(path: Path) -> np.ndarray:
+    """Experts [L, T, K] of an .npz or a stoker trace. Raises TraceError naming the file."""
+    if path.suffix == ".npz":
+        try:
+            with np.load(path) as archive:
+                return archive["experts"]
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
+            raise TraceError(
+                "holds no routes", where=str(path), expected="an array `experts` [L, T, K]", got=error
+            ) from error
+    if is_trace(path):
+        return _from_trace(Trace(path))
+    raise TraceError(
+        "holds no routes" if path.exists() else "no such file",
+        where=str(path),
+        expected="an .npz with `experts` [L, T, K], or a stoker trace",
+    )
+
+
+def _from_trace(trace: Trace) -> np.ndarray:
+    """The tokens of all steps, layer by layer, in the order in which they ran."""
+    rows, experts = trace.table("layer"), trace.column("route.experts")
+    layers = []
+    for layer in np.unique(rows["layer"]):
+        mine = np.flatnonzero(rows["layer"] == layer)
+        counts = (rows["tokens"] * rows["k"])[mine]
+        parts = [experts[s : s + n] for s, n in zip(rows["route_start"][mine], counts, strict=True)]
+        layers.append(np.concatenate(parts).reshape(-1, int(rows["k"][mine[0]])))
+    if not layers or len({layer.shape for layer in layers}) != 1:
+        raise TraceError("holds no routes of whole steps", where=str(trace.path), got=[len(layer) for layer in layers])
+    return np.stack(layers)
+
+
+def _checked(experts_LTK: np.ndarray, name: str) -> np.ndarray:
+    if experts_LTK.ndim != 3 or experts_LTK.size == 0 or experts_LTK.min() < 0:
+        raise TraceError("routes have a wrong shape", where=name, expected="ids [L, T, K] >= 0", got=experts_LTK.shape)
+    ordered = np.sort(experts_LTK, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise TraceError("a token names an expert twice", where=name, expected="distinct ids along the last axis")
+    return np.ascontiguousarray(experts_LTK, dtype=np.int64)
