@@ -31,7 +31,6 @@ inline Matrix make_matrix(const std::string& kind, int bits, int group, bool sca
     }
   } else if (kind == "bf16" || kind == "f32") {
     m.format = kind == "bf16" ? Format::bf16 : Format::f32;
-    if (activation_bits != 8) throw std::invalid_argument("activation_bits applies to affine weights alone");
   } else {
     throw std::invalid_argument("unknown weight format " + kind);
   }

@@ -20,7 +20,7 @@ int64_t Encoding::record_bytes() const {
 Encoding encoding_of(const Matrix& m) {
   switch (m.format) {
     case Format::affine: return {m.bits == 4 ? Code::nibbles : Code::bytes, m.group, m.activation_bits / 8};
-    case Format::bf16: return {Code::bf16, kBlock, 1};
+    case Format::bf16: return {m.activation_bits == 16 ? Code::f32 : Code::bf16, kBlock, 1};
     case Format::f32: return {Code::f32, kBlock, 1};
   }
   return {};

@@ -1,4 +1,4 @@
-// Activation rows in the form that a weight format multiplies: int8 blocks for affine, bf16 for bf16, f32 for f32.
+// Activation rows in the form that a matrix multiplies: int8 blocks for affine, bf16 or f32 for bf16, f32 for f32.
 // Owns the encoded buffer. Encoding a row depends on that row alone, so a row's product does too.
 //
 // A row is cut into units (one weight group for affine, 32 columns otherwise). Records are unit-major, [units][tokens]:

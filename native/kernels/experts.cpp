@@ -177,7 +177,7 @@ Experts::Experts(const PlacedMatrix& gate, const PlacedMatrix& up, const PlacedM
     throw std::invalid_argument("gate and up must be [F, D] and down [D, F]");
   }
   // act(gate) * up has a heavy tail: in 8 bits it alone would cost 0.9% of relative error, as much as all the rest.
-  down_.shape.activation_bits = 16;
+  if (d.format == Format::affine) down_.shape.activation_bits = 16;
 }
 
 void Experts::forward(const ExpertRows& rows, const float* x, float* out) const {

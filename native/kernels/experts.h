@@ -30,6 +30,7 @@ struct ExpertRows {
 class Experts {
  public:
   // gate and up: [F, D]; down: [D, F]. Throws std::invalid_argument if the shapes do not fit together.
+  // An affine down takes 16-bit activations whatever its shape says.
   Experts(const PlacedMatrix& gate, const PlacedMatrix& up, const PlacedMatrix& down, const GateParams& params);
   int64_t width() const { return down_.shape.rows; }
   // x: [*, D], out: [*, D], dense and distinct. out[out_row[p]] = expert(x[token_of_row[p]]).

@@ -21,7 +21,9 @@ struct Matrix {
   int bits = 4;               // affine: 4 or 8
   int group = 64;             // affine: 32, 64 or 128; divides cols
   bool scale_is_half = false; // affine: IEEE half instead of bf16
-  int activation_bits = 8;    // affine: 8 or 16, how finely the activations that meet this matrix are rounded
+  // How finely the activations that meet this matrix are rounded. affine: to int8, or to 16 bits; bf16: 8 means bf16, 16 means
+  // not at all; f32: never.
+  int activation_bits = 8;
   int64_t rows = 0;           // outputs
   int64_t cols = 0;           // inputs
   const void* codes = nullptr;             // 64-byte aligned

@@ -135,6 +135,39 @@ void bf16_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_to
   }
 }
 
+// bf16 weights widened to f32, times f32 activations.
+template <int N>
+void bf16_f32_tokens(const char* words, int64_t n_words, const char* x, int64_t unit_stride, float* acc) {
+  const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  __m256 low[N], high[N];
+  for (int t = 0; t < N; ++t) low[t] = high[t] = _mm256_setzero_ps();
+  for (int64_t w = 0; w < n_words; w += 16, x += unit_stride) {
+    const int64_t n = n_words - w < 16 ? n_words - w : 16;
+    for (int64_t i = 0; i < n; ++i, words += 64) {
+      const __m256i v = load_words(words);
+      const __m256 v_low = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+      const __m256 v_high = _mm256_castsi256_ps(_mm256_and_si256(v, high_half));
+      for (int t = 0; t < N; ++t) {
+        low[t] = _mm256_fmadd_ps(v_low, broadcast_float(x + 128 * t + 8 * i), low[t]);
+        high[t] = _mm256_fmadd_ps(v_high, broadcast_float(x + 128 * t + 8 * i + 4), high[t]);
+      }
+    }
+  }
+  for (int t = 0; t < N; ++t) _mm256_store_ps(acc + 16 * t, _mm256_add_ps(low[t], high[t]));
+}
+
+void bf16_f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
+  const int64_t n_words = (m.cols + 1) / 2;
+  const char* words = static_cast<const char*>(m.codes) + tile * n_words * 64;
+  for (int half = 0; half < 2; ++half) {
+    const char* w = words + 32 * half;
+    float* a = acc + 8 * half;
+    int64_t t = 0;
+    for (; t + 4 <= n_tokens; t += 4) bf16_f32_tokens<4>(w, n_words, x + 128 * t, unit_stride, a + 16 * t);
+    for (; t < n_tokens; ++t) bf16_f32_tokens<1>(w, n_words, x + 128 * t, unit_stride, a + 16 * t);
+  }
+}
+
 template <int N>
 void f32_tokens(const char* w, int64_t cols, const char* x, int64_t unit_stride, float* acc) {
   __m256 sums[2][N];
@@ -170,7 +203,7 @@ TileKernel affine_kernel(const Matrix& m) {
 }
 
 TileKernel tile_kernel(const Matrix& m) {
-  if (m.format == Format::bf16) return bf16_tile;
+  if (m.format == Format::bf16) return m.activation_bits == 16 ? bf16_f32_tile : bf16_tile;
   if (m.format == Format::f32) return f32_tile;
   return m.bits == 4 ? affine_kernel<4>(m) : affine_kernel<8>(m);
 }

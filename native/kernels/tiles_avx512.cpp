@@ -144,6 +144,37 @@ void bf16_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_to
   if (t < n_tokens) bf16_tokens<1>(words, n_words, x + 64 * t, unit_stride, acc + 16 * t);
 }
 
+// bf16 weights widened to f32, times f32 activations.
+template <int N>
+void bf16_f32_tokens(const char* words, int64_t n_words, const char* x, int64_t unit_stride, float* acc) {
+  const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  __m512 low[N], high[N];
+  for (int t = 0; t < N; ++t) low[t] = high[t] = _mm512_setzero_ps();
+  for (int64_t w = 0; w < n_words; w += 16, x += unit_stride) {
+    const int64_t n = n_words - w < 16 ? n_words - w : 16;
+    for (int64_t i = 0; i < n; ++i, words += 64) {
+      _mm_prefetch(words + kAhead, _MM_HINT_T0);
+      const __m512i v = _mm512_load_si512(words);
+      const __m512 v_low = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+      const __m512 v_high = _mm512_castsi512_ps(_mm512_and_si512(v, high_half));
+      for (int t = 0; t < N; ++t) {
+        low[t] = _mm512_fmadd_ps(v_low, broadcast_float(x + 128 * t + 8 * i), low[t]);
+        high[t] = _mm512_fmadd_ps(v_high, broadcast_float(x + 128 * t + 8 * i + 4), high[t]);
+      }
+    }
+  }
+  for (int t = 0; t < N; ++t) _mm512_store_ps(acc + 16 * t, _mm512_add_ps(low[t], high[t]));
+}
+
+void bf16_f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
+  const int64_t n_words = (m.cols + 1) / 2;
+  const char* words = static_cast<const char*>(m.codes) + tile * n_words * 64;
+  int64_t t = 0;
+  for (; t + 8 <= n_tokens; t += 8) bf16_f32_tokens<8>(words, n_words, x + 128 * t, unit_stride, acc + 16 * t);
+  for (; t + 2 <= n_tokens; t += 2) bf16_f32_tokens<2>(words, n_words, x + 128 * t, unit_stride, acc + 16 * t);
+  if (t < n_tokens) bf16_f32_tokens<1>(words, n_words, x + 128 * t, unit_stride, acc + 16 * t);
+}
+
 template <int N>
 void f32_tokens(const char* w, int64_t cols, const char* x, int64_t unit_stride, float* acc) {
   __m512 even[N], odd[N];
@@ -185,7 +216,7 @@ TileKernel affine_kernel(const Matrix& m) {
 }
 
 TileKernel tile_kernel(const Matrix& m) {
-  if (m.format == Format::bf16) return bf16_tile;
+  if (m.format == Format::bf16) return m.activation_bits == 16 ? bf16_f32_tile : bf16_tile;
   if (m.format == Format::f32) return f32_tile;
   return m.bits == 4 ? affine_kernel<4>(m) : affine_kernel<8>(m);
 }

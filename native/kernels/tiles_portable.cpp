@@ -84,6 +84,25 @@ void bf16_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_to
   }
 }
 
+// bf16 weights times f32 activations: every product is exact before it is added.
+void bf16_f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
+  const int64_t n_words = (m.cols + 1) / 2;
+  const uint32_t* words = static_cast<const uint32_t*>(m.codes) + tile * n_words * kLanes;
+  for (int64_t t = 0; t < n_tokens; ++t) {
+    float low[kLanes] = {}, high[kLanes] = {};
+    for (int64_t w = 0; w < n_words; ++w) {
+      float pair[2];
+      std::memcpy(pair, x + (w / 16) * unit_stride + t * 128 + (w % 16) * 8, 8);
+      for (int r = 0; r < kLanes; ++r) {
+        const uint32_t v = words[w * kLanes + r];
+        low[r] = std::fma(bits_float(v << 16), pair[0], low[r]);
+        high[r] = std::fma(bits_float(v & 0xffff0000u), pair[1], high[r]);
+      }
+    }
+    for (int r = 0; r < kLanes; ++r) acc[t * kLanes + r] = low[r] + high[r];
+  }
+}
+
 void f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
   const float* w = static_cast<const float*>(m.codes) + tile * m.cols * kLanes;
   for (int64_t t = 0; t < n_tokens; ++t) {
@@ -99,7 +118,7 @@ void f32_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tok
 }
 
 TileKernel tile_kernel(const Matrix& m) {
-  if (m.format == Format::bf16) return bf16_tile;
+  if (m.format == Format::bf16) return m.activation_bits == 16 ? bf16_f32_tile : bf16_tile;
   if (m.format == Format::f32) return f32_tile;
   return m.bits == 4 ? affine_tile<4> : affine_tile<8>;
 }

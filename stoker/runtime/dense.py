@@ -54,7 +54,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 def load_dense(model: PreTrainedModel, store: Store, activation_bits: int = 16) -> DenseWeights:
     """Read every dense tensor into its module. Raises StoreError when names and modules do not match exactly.
 
-    activation_bits: 8 or 16, how finely the inputs of affine linears are rounded.
+    activation_bits: 8 or 16, how finely the inputs of quantised and bf16 linears are rounded (see kernels.Matrix).
     """
     names = NameMap(model)
     loader = _Loader(model, store, activation_bits)
@@ -147,8 +147,9 @@ class _Loader:
             self._check_shape(name, spec, module.weight)
             parts = {part: self._place(tensor, part) for part in tensor.parts}
             bias = getattr(module, "bias", None)
-            fine = self.activation_bits if spec.format.kind == "affine" else 8
-            matrix = kernels.Matrix(spec, *_typed(spec, parts), row_bias=_loaded(bias, path), activation_bits=fine)
+            matrix = kernels.Matrix(
+                spec, *_typed(spec, parts), row_bias=_loaded(bias, path), activation_bits=self.activation_bits
+            )
             if isinstance(module, nn.Linear):
                 self._replace_linear(path, name, matrix)
             else:

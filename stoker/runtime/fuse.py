@@ -40,6 +40,8 @@ ROUTER_CLASSES = {
     "GraniteMoeTopKRouter",
     "GptOssTopKRouter",
 }
+# Routers of the form sigmoid, correction bias, best groups, top-k, optional renormalisation, scaling.
+GROUPED_ROUTER_CLASSES = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
 ATTENTION_TOLERANCE = 5e-3  # the paged cache holds IEEE halves
 EXACT_TOLERANCE = 1e-5
 
@@ -86,6 +88,32 @@ class FusedRouter(nn.Module):
         logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
         weights_TK, experts_TK = attention.topk_softmax(logits_TE, self.top_k, self.renormalise)
         return logits_TE, weights_TK, experts_TK
+
+
+class GroupedRouter(nn.Module):
+    """DeepSeek-V3's gate with native logits, so that a token's route does not depend on the batch: as FusedRouter."""
+
+    def __init__(self, gate: Any) -> None:
+        super().__init__()
+        weight = gate.weight.detach().to(torch.float32)
+        spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("f32"))
+        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format))
+        self.correction = gate.e_score_correction_bias.detach()
+        self.top_k, self.groups, self.top_groups = gate.top_k, gate.num_group, gate.topk_group
+        self.renormalise, self.scaling = gate.norm_topk_prob, gate.routed_scaling_factor
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
+        scores_TE = logits_TE.sigmoid()
+        choice_TGE = (scores_TE + self.correction).view(len(scores_TE), self.groups, -1)
+        best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1, sorted=False).indices
+        barred_TG = torch.ones(choice_TGE.shape[:2], dtype=torch.bool).scatter_(1, best_TG, False)
+        choice_TE = choice_TGE.masked_fill(barred_TG[..., None], float("-inf")).view_as(scores_TE)
+        experts_TK = choice_TE.topk(self.top_k, dim=-1, sorted=False).indices
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.renormalise:  # cumsum adds in one order whatever T is; sum does not
+            weights_TK = weights_TK / (weights_TK.cumsum(-1)[:, -1:] + 1e-20)
+        return logits_TE, weights_TK * self.scaling, experts_TK
 
 
 class FusedAttention(nn.Module):
@@ -156,6 +184,8 @@ def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
     for path, module in list(model.named_modules()):
         if type(module).__name__ in ROUTER_CLASSES:
             _replace(model, path, module, _router(module), report, "routers")
+        elif type(module).__name__ in GROUPED_ROUTER_CLASSES:
+            _replace(model, path, module, GroupedRouter(module), report, "routers")
         elif type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
             _replace(model, path, module, _norm(module), report, "norms")
     return report

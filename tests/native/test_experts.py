@@ -61,11 +61,13 @@ def activate(name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 class Pool:
     """Random experts of one layout, with their f64 forward."""
 
-    def __init__(self, layout: ExpertLayout, activation: str, n: int, seed: int = 0) -> None:
+    def __init__(
+        self, layout: ExpertLayout, activation: str, n: int, seed: int = 0, *, activation_bits: int = 8
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.rng, self.layout, self.activation = rng, layout, activation
         self.records, self.values = zip(*(random_record(layout, rng) for _ in range(n)), strict=True)
-        self.native = kernels.Experts(layout, activation)
+        self.native = kernels.Experts(layout, activation, activation_bits=activation_bits)
 
     def expected(self, expert: int, x: np.ndarray) -> np.ndarray:
         (gate, gate_b), (up, up_b), (down, down_b) = [(w.astype(np.float64), b) for w, b in self.values[expert]]
@@ -94,6 +96,7 @@ class Pool:
 
 
 LIMIT = {"affine": 1e-2, "bf16": 6e-3, "f32": 3e-6}
+FINE_LIMIT = {"affine": 1e-4, "bf16": 1e-6, "f32": 3e-6}  # activation_bits=16
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
@@ -102,6 +105,13 @@ def test_expert_equals_the_dequantised_mlp(isa: str, fmt: WeightFormat, activati
     pool = Pool(make_layout(128, 256, fmt, row_bias=activation == "swiglu_oai"), activation, 2)
     x = torch.from_numpy(pool.rng.standard_normal((9, 128)).astype(np.float32))
     pool.check([(0, t) for t in range(9)] + [(1, 4)], x, LIMIT[fmt.kind])
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
+def test_sixteen_bit_activations(isa: str, fmt: WeightFormat) -> None:
+    pool = Pool(make_layout(128, 256, fmt, row_bias=True), "silu", 2, activation_bits=16)
+    x = torch.from_numpy(pool.rng.standard_normal((9, 128)).astype(np.float32))
+    pool.check([(0, t) for t in range(9)] + [(1, 4)], x, FINE_LIMIT[fmt.kind])
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
@@ -140,8 +150,9 @@ def test_ragged_and_mixed_formats(isa: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.label())
-def test_a_row_does_not_depend_on_its_company(isa: str, fmt: WeightFormat) -> None:
-    pool = Pool(make_layout(256, 128, fmt), "silu", 3)
+@pytest.mark.parametrize("activation_bits", [8, 16])
+def test_a_row_does_not_depend_on_its_company(isa: str, fmt: WeightFormat, activation_bits: int) -> None:
+    pool = Pool(make_layout(256, 128, fmt), "silu", 3, activation_bits=activation_bits)
     x = torch.from_numpy(pool.rng.standard_normal((37, 256)).astype(np.float32))
     rows = [(e, t) for e in range(3) for t in range(37) if (e + t) % 2 or e == 1]
     before = kernels.threads()
@@ -217,6 +228,8 @@ def test_experts_refuse_what_does_not_fit() -> None:
             pool.native.forward(**{**good, name: bad})
     with pytest.raises(OptionError, match="unknown activation"):
         kernels.Experts(pool.layout, "swish")
+    with pytest.raises(ValueError, match="activation_bits must be 8 or 16"):
+        kernels.Experts(pool.layout, "silu", activation_bits=4)
     gate = MatrixSpec(128, 64, A4)
     with pytest.raises(ValueError, match="gate and up"):
         kernels.Experts(ExpertLayout.plan(gate, gate, MatrixSpec(128, 64, A4)), "silu")

@@ -16,6 +16,7 @@ from tests.runtime.tiny import ARCHITECTURES, VOCABULARY
 
 BITS = (16, 8, 4)
 LIMIT = 1e-2
+PLAIN_LIMIT = 1e-3  # bf16 stores: float32 arithmetic but for the half-precision cache
 # A choice may flip only between experts whose scores differ by this share of the scores' spread.
 NEAR_TIE = 0.05
 
@@ -33,14 +34,15 @@ def case(request: pytest.FixtureRequest, packed: Packer) -> Iterator[tuple[Runti
 
 
 def test_logits_match_the_eager_model_on_the_dequantised_weights(case: tuple[Runtime, RouteRecorder, str, int]) -> None:
-    runtime, recorder, _, _ = case
+    runtime, recorder, _, bits = case
+    limit = PLAIN_LIMIT if bits == 16 else LIMIT
     oracle, ids = oracle_of(open_store(runtime.store.path)), some_ids(2, 33)
     ours = runtime.logits(ids)
     with torch.inference_mode(), forced_routes(oracle, recorder.take()) as gaps:
         theirs = oracle(input_ids=ids).logits
     worst = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert relative_l2(ours, theirs) < LIMIT, f"worst element {worst:.2e}"
-    assert worst < 5 * LIMIT
+    assert relative_l2(ours, theirs) < limit, f"worst element {worst:.2e}"
+    assert worst < 5 * limit
     assert all(gap < NEAR_TIE for gap in gaps), gaps
     assert runtime.stats()["dropped_experts"] == 0
 
@@ -70,7 +72,7 @@ def test_a_bf16_store_is_the_published_model(name: str, packed: Packer) -> None:
         ours = runtime.logits(ids)
     with torch.inference_mode(), forced_routes(published, recorder.take()) as gaps:
         theirs = published(input_ids=ids).logits
-    assert relative_l2(ours, theirs) < LIMIT
+    assert relative_l2(ours, theirs) < PLAIN_LIMIT
     assert all(gap < NEAR_TIE for gap in gaps), gaps
 
 
@@ -100,5 +102,5 @@ def test_padding_changes_nothing(name: str, side: str, packed: Packer) -> None:
     with torch.inference_mode(), forced_routes(oracle, routes):
         theirs = oracle(input_ids=ids, attention_mask=mask).logits
     real = mask.bool()
-    assert relative_l2(ours[real], theirs[real]) < LIMIT
+    assert relative_l2(ours[real], theirs[real]) < PLAIN_LIMIT
     assert relative_l2(alone[0][real[1]], ours[1][real[1]]) < 1e-3
