@@ -1,0 +1,77 @@
+"""Measures a machine for the forecast in at most half a minute: disk, memory, kernels, fixed costs (`stoker probe`).
+
+Owns the order and the time limits; the parts are beside it (probe_disk, probe_kernels, probe_costs). What comes out is
+a plan.profile.Profile. Knows no model.
+"""
+
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from stoker.bench import probe_disk, probe_kernels
+from stoker.errors import StokerError
+from stoker.plan.profile import Costs, Profile, machine_key
+
+DISK_SECONDS = 9.0
+COSTS_SECONDS = 40.0  # the limit; it takes about eight
+
+
+def measure(directory: Path, threads: int, progress: Callable[[str], None] = lambda what: None) -> Profile:
+    """Measure this machine and the disk under `directory` with `threads` threads.
+
+    Weight files under `directory` are read, or a scratch file is written there and removed. Raises StokerError where
+    nothing can be measured.
+    """
+    started = time.perf_counter()
+    progress("fixed costs of a step")
+    costs = measure_costs(threads)
+    progress("memory and kernels")
+    kernels = probe_kernels.measure(threads)
+    progress(f"disk under {directory}")
+    disk = probe_disk.measure(directory, DISK_SECONDS)
+    return Profile(
+        machine=machine_key(directory, threads),
+        threads=threads,
+        memory_bytes=int(psutil.virtual_memory().total),
+        directory=str(directory.resolve()),
+        backend=disk.backend,
+        direct=disk.direct,
+        bursts=disk.bursts,
+        sustained=disk.sustained,
+        buffered_bytes_s=disk.buffered_bytes_s,
+        kernels=kernels,
+        costs=costs,
+        measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def measure_costs(threads: int) -> Costs:
+    """Run probe_costs in a process of its own, so that its memory is a fresh process's. Raises StokerError."""
+    command = [sys.executable, "-m", "stoker.bench.probe_costs", str(threads)]
+    root = str(Path(__file__).resolve().parents[2])
+    try:
+        child = subprocess.run(
+            command, capture_output=True, text=True, timeout=COSTS_SECONDS, check=False, env=_with_path(root)
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StokerError("the fixed costs of a step could not be measured in time", got=f"{error.timeout} s") from None
+    if child.returncode:
+        raise StokerError("the fixed costs of a step could not be measured", got=child.stderr[-1500:])
+    found: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return Costs(**found)
+
+
+def _with_path(root: str) -> dict[str, str]:
+    """The environment with this stoker first on the module path: the same code is measured that runs here."""
+    import os
+
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{before}" if before else root}
