@@ -109,10 +109,18 @@ def read_header(file: Path, error: type[StokerError] = CheckpointError) -> dict[
             raw = handle.read(length)
     except OSError as problem:
         raise error("cannot read a file", where=where, got=problem.strerror) from problem
+    return parse_header(raw, file, 8 + length, size, error)
+
+
+def parse_header(
+    raw: bytes, file: Path, start: int, size: int, error: type[StokerError] = CheckpointError
+) -> dict[str, TensorEntry]:
+    """The entries of a header's JSON; data begins at byte `start` of a file of `size` bytes. Raises `error`."""
+    where = str(file)
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        return {name: _entry(name, item, file, 8 + length, size, error) for name, item in header.items()}
+        return {name: _entry(name, item, file, start, size, error) for name, item in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise error("the safetensors header is damaged", where=where, got=str(problem)) from problem
 

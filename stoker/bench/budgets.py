@@ -1,0 +1,92 @@
+"""What a budget buys for a model that is known by its shape alone: the ledger that the engine would draw up.
+
+Uses the engine's own arithmetic (runtime.ledger, runtime.plan), so that a forecast and a run divide memory alike.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from stoker.plan.sizes import ModelShape
+from stoker.runtime.ledger import Ledger, Needs, PoolNeed, floor_bytes, plan_memory
+from stoker.runtime.plan import CHUNKS, SCRATCH_FLOOR, SCRATCH_SHARE, scratch_bytes
+from stoker.store.manifest import Manifest
+
+GIB, MIB = 1 << 30, 1 << 20
+KV_BLOCK_TOKENS = 64
+LADDER_GIB = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ROWS = 6
+
+
+class Divider:
+    """Divides budgets for one model; `process_bytes` is what the interpreter and its libraries take on this machine."""
+
+    def __init__(
+        self, config: dict[str, Any], manifest: Manifest, shape: ModelShape, process_bytes: int, ctx_tokens: int
+    ) -> None:
+        text = config.get("text_config", config)
+        self.shape, self.process_bytes, self.ctx_tokens = shape, process_bytes, ctx_tokens
+        self._store: Any = SimpleNamespace(pools=manifest.pools)
+        self._config = SimpleNamespace(
+            hidden_size=shape.hidden if "hidden_size" not in text else int(text["hidden_size"]),
+            num_experts_per_tok=shape.top_k,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocabulary,
+        )
+
+    def chunk(self, budget: int) -> int:
+        """Tokens of one prefill step."""
+        allowed = max(SCRATCH_SHARE * budget, SCRATCH_FLOOR)
+        fitting = (tokens for tokens in CHUNKS if self._scratch(tokens) <= allowed)
+        return min(next(fitting, CHUNKS[-1]), self.ctx_tokens)
+
+    def needs(self, budget: int) -> Needs:
+        pools = tuple(PoolNeed(pool.experts, pool.layout.record_bytes, self.shape.top_k) for pool in self._store.pools)
+        blocks = -(-self.ctx_tokens // KV_BLOCK_TOKENS)
+        return Needs(
+            process_bytes=self.process_bytes,
+            dense_bytes=self.shape.dense_bytes,
+            kv_bytes=blocks * KV_BLOCK_TOKENS * self.shape.kv_token_bytes,
+            scratch_bytes=self._scratch(self.chunk(budget)),
+            pools=pools,
+            ctx_tokens=self.ctx_tokens,
+            kv_token_bytes=self.shape.kv_token_bytes,
+        )
+
+    def divide(self, budget: int) -> Ledger:
+        """Raises BudgetError below the floor, with the floor."""
+        return plan_memory(budget, self.needs(budget))
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that works."""
+        return floor_bytes(self.needs(0))
+
+    @property
+    def whole_bytes(self) -> int:
+        """From here on every expert is in memory."""
+        spare = floor_bytes(self.needs(1 << 50)) - sum(
+            min(self.shape.top_k, pool.experts) * pool.layout.record_bytes for pool in self._store.pools
+        )
+        return spare + self.shape.expert_bytes
+
+    def ladder(self, most_bytes: int | None = None) -> Sequence[int]:
+        """A few budgets worth looking at: from the floor up to everything in memory."""
+        steps = [gib * GIB for gib in LADDER_GIB if self.floor_bytes <= gib * GIB]
+        enough = [step for step in steps if step < self.whole_bytes] + [s for s in steps if s >= self.whole_bytes][:1]
+        if not enough:
+            enough = [round_up(self.floor_bytes)]
+        while len(enough) > ROWS:
+            enough.pop(len(enough) // 2)
+        if most_bytes is not None and most_bytes >= self.floor_bytes:
+            enough = sorted({*enough, most_bytes})
+        return enough
+
+    def _scratch(self, tokens: int) -> int:
+        return scratch_bytes(self._store, self._config, tokens)
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // (16 * MIB)) * 16 * MIB

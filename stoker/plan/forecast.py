@@ -1,0 +1,245 @@
+"""Forecasts decode and prefill speed of a model on a machine at a budget, from parts that were measured one by one.
+
+One token: per layer attention and dense matrices, fixed overhead, then the experts: hits are computed while misses
+arrive, each miss as it lands. A prompt: layer by layer through the ring, bound by reads or by arithmetic. Pure: knows
+shapes, a profile and routing; no files, no torch.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from stoker.plan.forecast_routing import Routing, hit_rate
+from stoker.plan.profile import Profile, rate_at
+from stoker.plan.sizes import ModelShape
+
+Quartile = Literal["last", "low", "high"]
+STAGED_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
+FIFO_LOSS = 0.04  # hit rate of first in, first out below LRU's
+PLAIN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine is run. slots: per pool (the mean); prefill_chunk: tokens of one prefill step."""
+
+    slots: float
+    ring_records: int
+    prefill_chunk: int
+    path: str = "auto"
+    policy: str = "lru"
+    depth: int = 8
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class TokenForecast:
+    """One decode step in ms, by what it is spent on; `stall_ms` is waiting for reads."""
+
+    dense_ms: float
+    attention_ms: float
+    overhead_ms: float
+    experts_ms: float
+    stall_ms: float
+    head_ms: float
+    misses: float
+    read_bytes: float
+    hit_rate: float
+
+    @property
+    def total_ms(self) -> float:
+        parts = (self.dense_ms, self.attention_ms, self.overhead_ms, self.experts_ms, self.stall_ms, self.head_ms)
+        return sum(parts)
+
+    @property
+    def tokens_s(self) -> float:
+        return 1e3 / self.total_ms
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self) | {"total_ms": self.total_ms, "tokens_s": self.tokens_s}
+
+
+@dataclass(frozen=True)
+class PromptForecast:
+    """A prompt from an empty cache. `read_s` and `compute_s` overlap; `total_s` is the time to the first token."""
+
+    tokens: int
+    total_s: float
+    compute_s: float
+    read_s: float
+    read_bytes: float
+    distinct: float
+
+    @property
+    def tokens_s(self) -> float:
+        return self.tokens / self.total_s
+
+    @property
+    def bound(self) -> str:
+        return "reads" if self.read_s > self.compute_s else "arithmetic"
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self) | {"tokens_s": self.tokens_s, "bound": self.bound}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A profile as it will behave: which quartile of the disk's times, direct or through the page cache."""
+
+    profile: Profile
+    quartile: Quartile = "last"
+    direct: bool = True
+    disk_factor: float = 1.0  # times on the disk, relative to the profile (a disk re-measured on the spot)
+
+    def burst_ms(self, record_bytes: int, reads: int) -> tuple[float, float]:
+        first, last = self.profile.burst_ms(record_bytes, reads, self.quartile)
+        slower = self.disk_factor * (1.0 if self.direct else self._buffered_factor())
+        return first * slower, last * slower
+
+    def steady_s(self, nbytes: float, record_bytes: int, depth: int) -> float:
+        """Seconds for that many bytes of records, back to back."""
+        middle = self.profile.burst_ms(record_bytes, 4)[1]
+        spread = self.profile.burst_ms(record_bytes, 4, self.quartile)[1] / middle
+        slower = self.disk_factor * spread * (1.0 if self.direct else self._buffered_factor())
+        return nbytes / self.profile.sustained_bytes_s(record_bytes, depth) * slower
+
+    def _buffered_factor(self) -> float:
+        return max(1.0, self.profile.sustained_bytes_s(2_654_208, 8) / self.profile.buffered_bytes_s)
+
+
+def decode(
+    shape: ModelShape, machine: Machine, setting: Setting, routing: Routing, context: int = 512
+) -> TokenForecast:
+    """One token after `context` others, the cache in its steady state."""
+    kernels, costs = machine.profile.kernels, machine.profile.costs
+    plain_s = shape.plain_layer_bytes / max(kernels.read_bytes_s.values())
+    dense_ms = 1e3 * shape.layers * (shape.dense_layer_bytes / kernels.matvec_bytes_s + plain_s)
+    macs = 2 * shape.heads * shape.head_dim * context * shape.attention_layers
+    missed = misses_of(shape, setting, routing)
+    expected = float(missed @ np.arange(len(missed)))
+    experts_ms, stall_ms = experts_phase(shape, machine, setting, missed)
+    layers_ms = (shape.layers - shape.plain_attention) * costs.layer_ms + shape.plain_attention * costs.plain_layer_ms
+    return TokenForecast(
+        dense_ms=dense_ms,
+        attention_ms=1e3 * macs / kernels.attention_macs_s["decode"],
+        overhead_ms=costs.step_ms + layers_ms + shape.moe_layers * expected * costs.miss_ms,
+        experts_ms=shape.moe_layers * experts_ms,
+        stall_ms=shape.moe_layers * stall_ms,
+        head_ms=1e3 * shape.head_bytes / kernels.matvec_bytes_s,
+        misses=shape.moe_layers * expected,
+        read_bytes=shape.moe_layers * expected * shape.record_bytes,
+        hit_rate=hit_rate(missed),
+    )
+
+
+def misses_of(shape: ModelShape, setting: Setting, routing: Routing) -> np.ndarray:
+    """Share of events with 0 .. k demand misses. `exact` and `whole_layer` keep nothing between steps."""
+    none_kept = np.eye(1, shape.top_k + 1, shape.top_k)[0]
+    if setting.path in ("exact", "whole_layer"):
+        return none_kept
+    if setting.slots >= shape.experts:
+        return np.eye(1, shape.top_k + 1)[0]
+    found = routing.misses(setting.slots, shape.experts, shape.top_k, setting.policy)
+    if setting.path != "staged":
+        return found
+    first_in = np.roll(found, 1)  # FIFO: a little of each event moves to one miss more
+    first_in[0] = 0
+    share = min(1.0, FIFO_LOSS * shape.top_k)
+    shifted = (1 - share) * found + share * first_in
+    shifted[-1] += share * found[-1]
+    return shifted
+
+
+def experts_phase(
+    shape: ModelShape, machine: Machine, setting: Setting, missed: np.ndarray, ahead_ms: float = 0.0
+) -> tuple[float, float]:
+    """(computing, waiting) ms of one layer's experts, the mean over the distribution of misses."""
+    computing, waiting = 0.0, 0.0
+    kernels = machine.profile.kernels
+    together_ms = 1e3 * shape.record_bytes / kernels.experts_bytes_s
+    alone_ms = 1e3 * shape.record_bytes / kernels.lone_expert_bytes_s
+    for misses, weight in enumerate(missed):
+        hits = shape.top_k - misses
+        hits_ms = hits * together_ms if hits > 1 else hits * alone_ms
+        end_ms = arrivals_ms(machine, shape.record_bytes, misses, setting.depth, hits_ms, alone_ms)
+        busy_ms = hits_ms + misses * alone_ms
+        computing += weight * busy_ms
+        waiting += weight * max(0.0, end_ms - busy_ms - ahead_ms)
+    return computing, waiting
+
+
+def arrivals_ms(machine: Machine, record_bytes: int, misses: int, depth: int, hits_ms: float, each_ms: float) -> float:
+    """When the last of the misses is computed, counted from the need: hits first, then each miss as it lands."""
+    if misses == 0:
+        return hits_ms
+    first, last = machine.burst_ms(record_bytes, misses)
+    if depth < misses:  # no more than `depth` under way at once
+        last = max(last, machine.burst_ms(record_bytes, depth)[1] * misses / depth)
+    end = hits_ms
+    for index in range(misses):
+        lands = first + (last - first) * index / max(1, misses - 1)
+        end = max(end, lands) + each_ms
+    return end
+
+
+def prefill(
+    shape: ModelShape, machine: Machine, setting: Setting, routing: Routing, tokens: int, warm_share: float = 0.0
+) -> PromptForecast:
+    """A prompt of `tokens`, in chunks. `warm_share`: of the experts, in memory before (0: just loaded)."""
+    total_s = compute_s = read_s = read_bytes = 0.0
+    done, resident, distinct = 0, warm_share * shape.experts, 0.0
+    while done < tokens:
+        chunk = min(setting.prefill_chunk, tokens - done)
+        distinct = routing.distinct(chunk, shape.experts, shape.top_k)
+        hits = min(distinct, resident * distinct / shape.experts)
+        layer = _chunk_layer(shape, machine, setting, chunk, done, distinct, distinct - hits)
+        total_s += shape.layers * layer.total_s
+        compute_s += shape.layers * (layer.dense_s + layer.experts_s)
+        read_s += shape.moe_layers * layer.read_s
+        read_bytes += shape.moe_layers * (distinct - hits) * shape.record_bytes
+        resident = max(resident, min(setting.slots, distinct))
+        done += chunk
+    end_s = machine.profile.costs.step_ms / 1e3 + shape.head_bytes / machine.profile.kernels.matvec_bytes_s
+    return PromptForecast(tokens, total_s + end_s, compute_s + end_s, read_s, read_bytes, distinct)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    dense_s: float
+    experts_s: float
+    read_s: float
+    total_s: float
+
+
+def _chunk_layer(
+    shape: ModelShape, machine: Machine, setting: Setting, chunk: int, before: int, distinct: float, missing: float
+) -> _Layer:
+    """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds."""
+    kernels, costs = machine.profile.kernels, machine.profile.costs
+    dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
+    scored = chunk * (before + (chunk + 1) / 2)
+    attention_share = shape.attention_layers / shape.layers
+    dense_s += 2 * shape.heads * shape.head_dim * scored * attention_share / kernels.attention_macs_s["prefill"]
+    dense_s += chunk * shape.top_k * shape.hidden * PLAIN_BYTES / kernels.pair_bytes_s
+    dense_s += (costs.layer_ms if shape.plain_attention == 0 else costs.plain_layer_ms) / 1e3
+    rows = chunk * shape.top_k / max(1.0, distinct)
+    experts_s = chunk * shape.top_k * shape.expert_macs / rate_at(kernels.expert_macs_s, rows)
+    read_s = machine.steady_s(
+        missing * shape.record_bytes, shape.record_bytes, min(setting.depth, setting.ring_records)
+    )
+    record_s = read_s / missing if missing else 0.0
+    through_ring = distinct > setting.slots or setting.path in ("exact", "whole_layer")
+    under_dense_s = min(dense_s, setting.ring_records * record_s) if through_ring else 0.0
+    total_s = max(dense_s + experts_s + record_s, dense_s - under_dense_s + read_s + experts_s / max(1.0, distinct))
+    return _Layer(dense_s, experts_s, read_s, total_s if missing >= 0.5 else dense_s + experts_s)
+
+
+def simple(shape: ModelShape, bytes_s: float, compute_ms: float, hit: float, extra_latency_ms: float = 0.0) -> float:
+    """tok/s of the naive calculator: misses x size / bandwidth, added to the compute. Nothing overlaps in it."""
+    misses = shape.moe_layers * shape.top_k * (1 - hit)
+    return 1e3 / (compute_ms + misses * (1e3 * shape.record_bytes / bytes_s + extra_latency_ms))
+
+
+def with_slots(setting: Setting, slots: float) -> Setting:
+    return replace(setting, slots=slots)
