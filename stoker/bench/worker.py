@@ -148,7 +148,9 @@ class StokerEngine:
         }
 
     def about(self) -> Figures:
-        return {"ledger": self.runtime.ledger(), "stats": self.runtime.stats()}
+        """`direct_reads`: every file of experts was read past the page cache, none fell back."""
+        stats = self.runtime.stats()
+        return {"ledger": self.runtime.ledger(), "stats": stats, "direct_reads": self.runtime.queue.direct}
 
     def close(self) -> None:
         self.runtime.close()
