@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stoker.errors import OptionError
 
@@ -41,7 +41,7 @@ class Variant:
     """One thing to time: a store under `options` (fields of the runtime's Options), or the peer on a GGUF file."""
 
     name: str
-    engine: Literal["stoker", "llama.cpp"]
+    engine: str  # "stoker" or PEER
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
     mmap: bool = True
