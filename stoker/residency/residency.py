@@ -15,7 +15,7 @@ from stoker.residency.counters import Counters, ratios
 from stoker.residency.exact import ExactSlots, Scratch
 from stoker.residency.hot import HotSlots
 from stoker.residency.kept import KeptSlots
-from stoker.residency.lease import Lease
+from stoker.residency.lease import Arrival, Lease
 from stoker.residency.plan import PoolSize, plan_slots
 from stoker.residency.policies import Policy, make_policy
 from stoker.residency.reads import Reads
@@ -86,19 +86,33 @@ class Residency:
     def stream(
         self, pool: int, experts: Sequence[int], *, read_ahead: Ahead | None = None, keep: Sequence[int] = ()
     ) -> Iterator[tuple[int, int]]:
-        """whole_layer: (position in `experts`, slot address) of every expert once, ascending by expert id.
+        """`stream_groups` one expert at a time: (position in `experts`, slot address)."""
+        groups = self.stream_groups(pool, experts, group=1, read_ahead=read_ahead, keep=keep)
+        return ((positions[0], addresses[0]) for positions, addresses in groups)
 
+    def stream_groups(
+        self,
+        pool: int,
+        experts: Sequence[int],
+        *,
+        group: int,
+        read_ahead: Ahead | None = None,
+        keep: Sequence[int] = (),
+    ) -> Iterator[Arrival]:
+        """whole_layer: (positions in `experts`, slot addresses) of every expert once, ascending by expert id.
+
+        An item holds the next expert, waited for, and up to `group` - 1 more that are there already.
         Experts that are resident are used where they are; all others go through the ring, and nothing leaves the
         decode set. `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts,
-        kept in the ring, used by that pool's stream; what it does not need is waste. An address is valid until the
-        next item is asked for. `keep` names experts, best first, that decoding will probably want: they stay in slots
-        that are free, as many as there are, without another read (not in a pool whose records are shorter than the
-        ring's slots). Raises ReadError naming pool and expert; streaming again is a valid retry.
+        kept in the ring, used by that pool's stream; what it does not need is waste. Addresses are valid until
+        the next item is asked for. `keep` names experts, best first, that decoding will probably want: they stay in
+        slots that are free, as many as there are, without another read (not in a pool whose records are shorter than
+        the ring's slots). Raises ReadError naming pool and expert; streaming again is a valid retry.
         """
         self._reads.check_open()
         ahead_kept = self._kept[read_ahead[0]] if read_ahead and self._kept else None
         kept = self._kept[pool] if self._kept else None
-        return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep)
+        return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep, group)
 
     # Ahead of demand.
 

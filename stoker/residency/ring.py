@@ -46,13 +46,16 @@ class Ring:
         ahead: Ahead | None,
         ahead_kept: KeptSlots | None,
         keep: Sequence[int] = (),
-    ) -> Iterator[tuple[int, int]]:
-        """(position in `experts`, slot address), ascending by expert; an address is valid until the next is asked for.
+        group: int = 1,
+    ) -> Iterator[Arrival]:
+        """Positions in `experts` and slot addresses, ascending by expert; valid until the next item is asked for.
+
+        An item holds one expert, waited for if need be, and up to `group` - 1 following ones that are whole by then.
 
         `kept` holds the decode set of the pool, if there is one, `ahead_kept` that of the pool in `ahead`.
         Raises ReadError naming pool and expert; everything stays usable, and streaming again is a valid retry.
         """
-        return Layer(self, pool, experts, kept, ahead, ahead_kept, keep).run()
+        return Layer(self, pool, experts, kept, ahead, ahead_kept, keep).run(group)
 
     # What a layer asks of the ring.
 
@@ -165,17 +168,23 @@ class Layer:
         self.keep_wish = keep
         self.keep: set[int] = set()  # as many of them as there are free slots
 
-    def run(self) -> Iterator[tuple[int, int]]:
-        order = sorted(range(len(self.experts)), key=self.experts.__getitem__)
+    def run(self, group: int) -> Iterator[Arrival]:
+        order = deque(sorted(range(len(self.experts)), key=self.experts.__getitem__))
         self.ring.enter(self)
         try:
             self._sort_out()
-            for position in order:
+            while order:
                 self._read_on()
-                expert = self.experts[position]
-                yield position, self._whole(expert)
+                positions = [order.popleft()]
+                addresses = [self._whole(self.experts[positions[0]])]
+                while order and len(positions) < group and (there := self._there(self.experts[order[0]])):
+                    positions.append(order.popleft())
+                    addresses.append(there)
+                self._read_on()
+                yield positions, addresses
                 self.ring.check(self)
-                self._give_back(expert)
+                for position in positions:
+                    self._give_back(self.experts[position])
             self._read_on()
         finally:
             self.leave()
@@ -236,6 +245,15 @@ class Layer:
         self.ring.finish(slot)
         return slot.address
 
+    def _there(self, expert: int) -> int:
+        """The address of an expert that is whole already, without waiting; 0 when it is not."""
+        slot = self.ring.find(self.pool, expert)
+        if slot is None:
+            return self.kept.table[expert] if self.kept is not None else 0
+        if slot.ticket != NO_TICKET and self.ring.reads.over(slot):
+            self.ring.finish(slot)
+        return slot.address if slot.ticket == NO_TICKET else 0
+
     def _read_now(self, expert: int) -> Slot:
         """The ring is full of later experts (its read-ahead guessed past this one): the last of them gives way."""
         assert self.plan and self.plan[0] == expert, "experts are read in order"
@@ -275,8 +293,8 @@ class StreamLease:
     in_waves = True
     all_present = False
 
-    def __init__(self, stream: Iterator[tuple[int, int]]) -> None:
-        self._stream: Iterator[tuple[int, int]] | None = stream
+    def __init__(self, stream: Iterator[Arrival]) -> None:
+        self._stream: Iterator[Arrival] | None = stream
 
     def __enter__(self) -> "StreamLease":
         return self
@@ -285,8 +303,7 @@ class StreamLease:
         self.release()
 
     def arrivals(self) -> Iterator[Arrival]:
-        for position, address in self._stream or ():
-            yield [position], [address]
+        yield from self._stream or ()
 
     def release(self) -> None:
         """Give up what has not been handed out; idempotent."""

@@ -25,6 +25,8 @@ from stoker.runtime.step import StepContext
 if TYPE_CHECKING:
     from stoker.residency import Residency
 
+STREAM_GROUP = 8  # experts computed in one native call where as many are there: a call costs two wake-ups
+
 Path = Literal["auto", "exact", "staged", "hot", "whole_layer"]
 
 
@@ -53,7 +55,7 @@ class Pairs:
     def of(index_TK: Tensor) -> Pairs:
         tokens, choices = index_TK.shape
         if tokens == 1:  # the choices of one token are distinct: nothing to sort
-            return Pairs(index_TK[0].tolist(), *_single_token_rows(choices))
+            return Pairs(index_TK.tolist()[0], *_single_token_rows(choices))
         flat, order = index_TK.reshape(-1).sort(stable=True)
         experts, counts = flat.unique_consecutive(return_counts=True)
         row_start = torch.zeros(len(counts) + 1, dtype=torch.int32)
@@ -65,13 +67,11 @@ class Pairs:
         """row_start, token_of_row, out_row of the experts at `positions` alone."""
         bounds = self.row_start.tolist()
         spans = [(bounds[p], bounds[p + 1]) for p in positions]
-        if len(spans) == 1:
-            (first, last) = spans[0]
-            start = torch.tensor([0, last - first], dtype=torch.int32)
+        lengths = [last - first for first, last in spans]
+        start = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        first, last = spans[0][0], spans[-1][1]
+        if last - first == sum(lengths) and list(positions) == sorted(positions):  # neighbours: no copy
             return start, self.token_of_row[first:last], self.out_row[first:last]
-        start = torch.tensor([0] + [last - first for first, last in spans], dtype=torch.int32).cumsum(
-            0, dtype=torch.int32
-        )
         token = torch.cat([self.token_of_row[first:last] for first, last in spans])
         out = torch.cat([self.out_row[first:last] for first, last in spans])
         return start, token, out
@@ -153,15 +153,17 @@ class StreamedExperts:
     def _whole_layer(self, pairs: Pairs, latest: list[int], hidden_TD: Tensor, out_PD: Tensor) -> None:
         """`latest`: experts that decode will probably want, most recent first; they stay where slots are free."""
         ahead = (self.next.pool, self.next.look_ahead(hidden_TD)) if self.next is not None else None
-        stream = self.residency.stream(self.pool, pairs.experts, read_ahead=ahead, keep=latest)
-        for position, address in stream:
-            self._compute(pairs, [position], [address], hidden_TD, out_PD)
+        groups = self.residency.stream_groups(
+            self.pool, pairs.experts, group=STREAM_GROUP, read_ahead=ahead, keep=latest
+        )
+        for positions, addresses in groups:
+            self._compute(pairs, positions, addresses, hidden_TD, out_PD)
 
     def _compute(
         self, pairs: Pairs, positions: Sequence[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
     ) -> None:
         slots = torch.tensor(addresses, dtype=torch.int64)
-        if len(positions) == len(pairs.experts) and all(i == p for i, p in enumerate(positions)):
+        if list(positions) == list(range(len(pairs.experts))):
             row_start, token, out = pairs.row_start, pairs.token_of_row, pairs.out_row
         else:
             row_start, token, out = pairs.rows(positions)

@@ -66,7 +66,7 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, unit_offset: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = weight  # not a parameter: those are looked up slowly, and nothing trains it
         self.variance_epsilon, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,13 +75,20 @@ class FusedRMSNorm(nn.Module):
         return attention.rms_norm(x, self.weight, self.variance_epsilon, unit_offset=self.unit_offset)
 
 
+def _plain_matrix(weight: Tensor, bias: Tensor | None = None) -> kernels.Matrix:
+    """An unrounded matrix for unrounded activations: bf16 where that loses nothing (half the bytes to read), else f32."""
+    exact = torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
+    spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if exact else "f32"))
+    parts = quantize(weight.to(torch.float32), spec.format)
+    return kernels.Matrix(spec, *parts, row_bias=bias, activation_bits=16)
+
+
 class FusedRouter(nn.Module):
     """softmax, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> None:
         super().__init__()
-        spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("f32"))
-        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format), row_bias=bias)
+        self.matrix = _plain_matrix(weight, bias)
         self.top_k, self.renormalise = top_k, renormalise
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,9 +102,7 @@ class GroupedRouter(nn.Module):
 
     def __init__(self, gate: Any) -> None:
         super().__init__()
-        weight = gate.weight.detach().to(torch.float32)
-        spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("f32"))
-        self.matrix = kernels.Matrix(spec, *quantize(weight, spec.format))
+        self.matrix = _plain_matrix(gate.weight.detach())
         self.correction = gate.e_score_correction_bias.detach()
         self.top_k, self.groups, self.top_groups = gate.top_k, gate.num_group, gate.topk_group
         self.renormalise, self.scaling = gate.norm_topk_prob, gate.routed_scaling_factor

@@ -239,7 +239,8 @@ class Runtime:
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
         if self.recorder is not None:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
-            self.recorder.step(self.step.index, phase, ids.numel(), started, time.monotonic_ns(), budget.resident_bytes())
+            now, rss = time.monotonic_ns(), budget.resident_bytes()
+            self.recorder.step(self.step.index, phase, ids.numel(), started, now, rss)
         return logits.squeeze(0) if keep is not None else logits
 
     # ---- whole-sequence logits ---------------------------------------------------------------------------------------
