@@ -70,7 +70,7 @@ def test_an_unfinished_prefetch_is_promoted_and_awaited_not_read_again(store: Re
 
 def test_demand_overtakes_prefetches(store: RecordFile, narrow: ReadQueue) -> None:
     with Residency(store, narrow, path="hot", slots=16) as residency:
-        narrow.inject(1, "delay", delay_ns=SLOW_NS)
+        narrow.inject(1, "delay", delay_ns=10 * SLOW_NS)
         residency.prefetch(0, list(range(10)))
         take_all(residency, store, 1, [5])
         assert reads_of(narrow) < 10
