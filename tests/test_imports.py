@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Part -> what it may import beside itself, `errors` and `ids`. A row for a deeper part overrides the row around it.
 ALLOWED: dict[str, set[str]] = {
     "cli": {"*"},
-    "bench": {"generate", "runtime", "native", "plan", "store", "quant", "trace"},
+    "bench": {"generate", "runtime", "residency", "routing", "native", "plan", "store", "quant", "trace"},
     "server": {"generate", "trace"},
     "train": {"generate", "runtime", "routing", "store", "trace"},
     "generate": {"runtime", "trace"},

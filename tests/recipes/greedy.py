@@ -6,6 +6,7 @@ peak_rss_bytes; exit code 3 and the refusal on stderr where the budget does not 
 
 import json
 import sys
+from pathlib import Path
 
 from stoker.errors import BudgetError
 from stoker.runtime.model import Options, Runtime, load
@@ -26,7 +27,8 @@ def greedy(runtime: Runtime, prompts: list[str], new_tokens: int) -> list[list[i
 
 def peak_rss_bytes() -> int:
     """Of this program alone: getrusage's figure starts from what the parent held when it forked."""
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+    status = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
