@@ -16,6 +16,7 @@ GIB, MIB = 1 << 30, 1 << 20
 KV_BLOCK_TOKENS = 64
 LADDER_GIB = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 ROWS = 6
+TOKENIZER_BYTES = 450  # of the process, for each entry of the vocabulary
 
 
 class Divider:
@@ -46,7 +47,7 @@ class Divider:
         pools = tuple(PoolNeed(pool.experts, pool.layout.record_bytes, self.shape.top_k) for pool in self._store.pools)
         blocks = -(-self.ctx_tokens // KV_BLOCK_TOKENS)
         return Needs(
-            process_bytes=self.process_bytes,
+            process_bytes=self.process_bytes + TOKENIZER_BYTES * self.shape.vocabulary,
             dense_bytes=self.shape.dense_bytes,
             kv_bytes=blocks * KV_BLOCK_TOKENS * self.shape.kv_token_bytes,
             scratch_bytes=self._scratch(self.chunk(budget)),
@@ -76,8 +77,8 @@ class Divider:
         """A few budgets worth looking at: from the floor up to everything in memory."""
         steps = [gib * GIB for gib in LADDER_GIB if self.floor_bytes <= gib * GIB]
         enough = [step for step in steps if step < self.whole_bytes] + [s for s in steps if s >= self.whole_bytes][:1]
-        if not enough:
-            enough = [round_up(self.floor_bytes)]
+        if not enough or enough[0] > 1.2 * self.floor_bytes:
+            enough.insert(0, round_up(self.floor_bytes))
         while len(enough) > ROWS:
             enough.pop(len(enough) // 2)
         if most_bytes is not None and most_bytes >= self.floor_bytes:

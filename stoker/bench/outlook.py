@@ -117,18 +117,21 @@ def verdict(token: TokenForecast, ledger: Ledger) -> str:
 
 def overall(found: Sequence[Row], memory_bytes: int) -> str:
     """One sentence about the model on this machine: the least budget that is readable, and the best that fits."""
-    fitting = [one for one in found if one.token is not None and one.budget_bytes <= memory_bytes]
+    running = [one for one in found if one.token is not None]
+    fitting = [one for one in running if one.budget_bytes <= memory_bytes]
+    if not running:
+        return "every budget named here is below the floor"
     if not fitting:
-        return "it does not run on this machine: the floor is above the machine's memory"
+        return f"it does not run on this machine, which has {memory_bytes / 2**30:.1f} GiB"
     best = max(fitting, key=lambda one: one.token.tokens_s if one.token else 0.0)
     readable = next((one for one in fitting if one.token and one.token.tokens_s >= READABLE_TOKENS_S), None)
     assert best.token is not None
-    told = f"at best {best.token.tokens_s:.1f} tok/s, with {best.budget_bytes / 2**30:.0f} GiB"
+    told = f"at best {best.token.tokens_s:.1f} tok/s, with {best.budget_bytes / 2**30:.3g} GiB"
     if readable is None:
         return f"it runs, {told}: {verdict_word(best.token.tokens_s)}"
     if readable is best:
-        return f"it runs well: {told}"
-    return f"it runs: readable from {readable.budget_bytes / 2**30:.0f} GiB on; {told}"
+        return f"it runs, {told}"
+    return f"it runs: readable from {readable.budget_bytes / 2**30:.3g} GiB on; {told}"
 
 
 def verdict_word(speed: float) -> str:

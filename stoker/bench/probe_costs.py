@@ -11,8 +11,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 SHAPE = "qwen3-30b-a3b-mini"
 SHALLOW, DEEP = 4, 20
 TOKENS, WARM_UP = 60, 6
@@ -23,9 +21,6 @@ def main() -> None:
     threads = int(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="stoker-probe-") as directory:
         stores = {layers: _store(Path(directory) / str(layers), layers) for layers in (SHALLOW, DEEP)}
-        from stoker.runtime import model as runtime  # noqa: F401  # torch and transformers are in memory from here
-
-        process_bytes = psutil.Process().memory_info().rss
         runs = {key: _run(stores[layers], threads, fuse) for key, layers, fuse in _RUNS}
         starved = _run(stores[DEEP], threads, True, slots=4)
     between = DEEP - SHALLOW
@@ -37,7 +32,7 @@ def main() -> None:
         json.dumps(
             {
                 "step_ms": step, "layer_ms": layer, "plain_layer_ms": plain, "miss_ms": miss,
-                "process_bytes": process_bytes,
+                "process_bytes": runs["shallow"].process_bytes,
             }
         )
     )  # fmt: skip
@@ -61,10 +56,11 @@ def _store(path: Path, layers: int) -> Path:
 
 
 class _Found:
-    """Medians a token: `busy_ms` without waiting for reads, `misses`."""
+    """Medians a token: `busy_ms` without waits for reads, `misses`; `process_bytes`: held when loading began."""
 
-    def __init__(self, busy_ms: list[float], misses: list[int]) -> None:
+    def __init__(self, busy_ms: list[float], misses: list[int], process_bytes: int) -> None:
         self.busy_ms, self.misses = statistics.median(busy_ms), statistics.mean(misses)
+        self.process_bytes = process_bytes
 
 
 def _run(store: Path, threads: int, fuse: bool, slots: int | None = None) -> _Found:
@@ -85,7 +81,7 @@ def _run(store: Path, threads: int, fuse: bool, slots: int | None = None) -> _Fo
             if index >= WARM_UP:
                 busy.append((time.perf_counter_ns() - started - (tally.stall_ns - stall_ns)) / 1e6)
                 misses.append(tally.misses - missed)
-    return _Found(busy, misses)
+        return _Found(busy, misses, int(runtime.ledger()["process_bytes"]))
 
 
 def _starve(runtime: object, slots: int) -> None:

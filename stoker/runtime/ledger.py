@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-from stoker.errors import BudgetError
+from stoker.errors import BudgetError, OptionError
 from stoker.residency.plan import PoolSize, split_evenly
 
 MIB = 1 << 20
@@ -143,6 +144,24 @@ def plan_memory(budget: int, needs: Needs) -> Ledger:
         ring_records=ring,
         expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
     )
+
+
+def with_slots(ledger: Ledger, slots: Sequence[int], pools: Sequence[PoolNeed]) -> Ledger:
+    """The same ledger with these slots per pool. Raises OptionError for what cannot be, BudgetError for too many."""
+    if len(slots) != len(pools):
+        raise OptionError("slots per pool", where="slots", expected=f"{len(pools)} numbers", got=len(slots))
+    for index, (count, pool) in enumerate(zip(slots, pools, strict=True)):
+        if not min(pool.top_k, pool.experts) <= count <= pool.experts:
+            expected = f"{min(pool.top_k, pool.experts)} to {pool.experts}"
+            raise OptionError("a pool cannot have so many slots", where=f"pool {index}", expected=expected, got=count)
+    nbytes = sum(count * pool.record_bytes for count, pool in zip(slots, pools, strict=True))
+    room = ledger.slots_bytes + ledger.free_bytes
+    if nbytes > room:
+        raise BudgetError(
+            "the slots do not fit", where="slots", expected=f"at most {show(room)}", got=show(nbytes),
+            remedy="name fewer slots, or a larger --memory",
+        )  # fmt: skip
+    return replace(ledger, slots=tuple(slots), slots_bytes=nbytes, free_bytes=room - nbytes)
 
 
 def _round_up(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from stoker.errors import OptionError, StokerError
 from stoker.runtime import dense
 from stoker.runtime.experts import Path
 from stoker.runtime.kv import KVShape
-from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory
+from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory, with_slots
 from stoker.runtime.sequence import cache_token_bytes
 from stoker.store.reader import Store
 
@@ -40,6 +40,7 @@ class Options:
     direct: bool = True
     fuse: bool = True
     activation_bits: int = 16
+    slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -81,7 +82,8 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         ctx_tokens=options.ctx_size,
         kv_token_bytes=token_bytes,
     )
-    return Plan(plan_memory(limit, needs), chunk, shape)
+    ledger = plan_memory(limit, needs)
+    return Plan(ledger if options.slots is None else with_slots(ledger, options.slots, needs.pools), chunk, shape)
 
 
 def _chunk(store: Store, config: Any, limit: int) -> int:

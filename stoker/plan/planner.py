@@ -1,0 +1,224 @@
+"""Chooses how to run a model at a budget, by forecast, and says why in a line for each choice. Pure.
+
+A choice that the forecast cannot tell from the default stays the default: planning must not lose where it cannot win.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from stoker.plan.curves import greedy_for
+from stoker.plan.forecast import Machine, Setting, TokenForecast, decode, misses_of, prefill
+from stoker.plan.forecast_routing import Routing, hit_rate
+from stoker.plan.replay import replay
+from stoker.plan.routes import Routes
+from stoker.plan.sizes import ModelShape
+
+POLICIES = ("lru", "lfru", "decayed-lfu:64", "s3-fifo")
+DEPTHS = (4, 8, 16)
+WORTH = 1.02  # a forecast gain below this is noise
+ALLOCATION_TOKENS = 2000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the engine is told. slots: per pool, None for the ledger's even split."""
+
+    path: str = "auto"
+    policy: str = "lru"
+    depth: int = 8
+    direct: bool = True
+    prefetch: str = "none"
+    prefill_chunk: int | None = None
+    slots: tuple[int, ...] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As fields of the runtime's Options. Prefetch is not one: the `staged` path is what reads ahead."""
+        named = {key: value for key, value in asdict(self).items() if key not in ("prefetch", "slots")}
+        return named | ({"slots": tuple(self.slots)} if self.slots is not None else {})
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A choice, a reason for each part of it, the forecast, and what else is worth trying live, best first."""
+
+    choice: Choice
+    reasons: dict[str, str]
+    token: TokenForecast
+    candidates: tuple[tuple[str, Choice], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "choice": asdict(self.choice),
+            "reasons": self.reasons,
+            "forecast": self.token.figures(),
+            "candidates": [{"change": name, **asdict(choice)} for name, choice in self.candidates],
+        }
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that a plan depends on. `setting`: the default at this budget; `slots`: the ledger's, per pool."""
+
+    shape: ModelShape
+    machine: Machine
+    setting: Setting
+    routing: Routing
+    slots: tuple[int, ...]
+    routes: Routes | None = None
+    prompt_tokens: int = 512
+
+
+def plan(situation: Situation) -> RunPlan:
+    """The best choice by forecast."""
+    reasons: dict[str, str] = {}
+    choice = Choice(prefill_chunk=situation.setting.prefill_chunk, depth=situation.setting.depth)
+    whole = min(situation.slots) >= situation.shape.experts
+    steps: Sequence[tuple[str, Callable[[Situation, Choice], tuple[Choice, str]]]] = (
+        ("slots", _slots),
+        ("path", _path),
+        ("policy", _policy),
+        ("prefetch", _prefetch),
+        ("depth", _depth),
+        ("reads", _reads),
+        ("prefill chunk", _chunk),
+    )
+    for name, decide in steps:
+        if whole and name in ("policy", "prefetch", "depth"):
+            reasons[name] = f"{getattr(choice, name)}: every expert stays in memory, so nothing is decided by it"
+            continue
+        choice, reasons[name] = decide(situation, choice)
+    token = forecast_of(situation, choice)
+    return RunPlan(choice, reasons, token, () if whole else _candidates(situation, choice))
+
+
+def forecast_of(situation: Situation, choice: Choice) -> TokenForecast:
+    """One token as the choice would run it."""
+    path = "hot" if choice.path == "auto" else choice.path
+    setting = replace(situation.setting, path=path, policy=choice.policy, depth=choice.depth, direct=choice.direct)
+    machine = replace(situation.machine, direct=choice.direct)
+    return decode(situation.shape, machine, setting, situation.routing)
+
+
+def _speed(situation: Situation, choice: Choice) -> float:
+    return forecast_of(situation, choice).tokens_s
+
+
+def _slots(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    slots, routes = situation.slots, situation.routes
+    least, most = min(slots), max(slots)
+    even = f"{least}" if least == most else f"{least} to {most}"
+    if least >= situation.shape.experts:
+        return choice, f"{even} a layer: all experts fit"
+    if routes is None:
+        return choice, f"{even} a layer, evenly: without recorded routes of this model no layer is known to need more"
+    if len(routes.streams) != len(slots):
+        return choice, f"{even} a layer, evenly: the routes have {len(routes.streams)} layers, the model {len(slots)}"
+    part = routes.between(0, ALLOCATION_TOKENS)
+    half = part.steps // 2
+    greedy = greedy_for(part, sum(slots), train_steps=half)
+    judged = part.between(half, part.steps)
+    before, after = (replay(judged, choice.policy, list(one)).hit_rate for one in (slots, greedy))
+    told = f"hits {before:.1%} evenly, {after:.1%} by need, on the half of the routes that was not used for it"
+    if after <= before:
+        return choice, f"{even} a layer, evenly: {told}"
+    return replace(choice, slots=tuple(greedy)), f"{min(greedy)} to {max(greedy)} a layer, by need: {told}"
+
+
+def _path(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    kept = _speed(situation, choice)
+    none = _speed(situation, replace(choice, path="exact"))
+    return choice, (
+        f"auto: prompts stream layer by layer, decoding keeps experts in slots "
+        f"({kept:.2f} tok/s by forecast; keeping nothing would give {none:.2f})"
+    )
+
+
+def _policy(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    known = [name for name in POLICIES if _has(situation.routing, name)]
+    rates = {
+        name: hit_rate(
+            misses_of(situation.shape, replace(situation.setting, path="hot", policy=name), situation.routing)
+        )
+        for name in known
+    }
+    speeds = {name: _speed(situation, replace(choice, policy=name)) for name in known}
+    best = max(known, key=lambda name: speeds[name])
+    told = ", ".join(f"{name} {rate:.1%}" for name, rate in rates.items())
+    if speeds[best] < WORTH * speeds["lru"]:
+        return choice, f"lru: forecast hits {told}; no other is worth {WORTH - 1:.0%} of the speed"
+    gain = speeds[best] / speeds["lru"] - 1
+    return replace(choice, policy=best), f"{best}: forecast hits {told}; {gain:.0%} faster than lru"
+
+
+def _has(routing: Routing, policy: str) -> bool:
+    known = getattr(routing, "misses_per_event", None)
+    return known is None or policy in known
+
+
+def _prefetch(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    token = forecast_of(situation, choice)
+    window_ms = (token.total_ms - token.stall_ms) / situation.shape.layers
+    record_ms = situation.machine.burst_ms(situation.shape.record_bytes, 1)[1]
+    fits = window_ms / record_ms
+    told = f"a layer computes {window_ms:.2f} ms and a record takes {record_ms:.2f} ms: {fits:.1f} reads fit under it"
+    if fits < 1:
+        return choice, f"none: {told}; reading ahead would delay demand"
+    return choice, f"none: {told}; the staged path may gain, `stoker tune` tries it"
+
+
+def _depth(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    machine, size = situation.machine, situation.shape.record_bytes
+    rates = {depth: machine.profile.sustained_bytes_s(size, depth) for depth in DEPTHS if depth <= 8}
+    told = ", ".join(f"{rate / 1e9:.2f} GB/s at {depth}" for depth, rate in rates.items())
+    return choice, f"{choice.depth}: {told}; no token needs more than {situation.shape.top_k} reads of a layer at once"
+
+
+def _reads(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    profile = situation.machine.profile
+    if not profile.direct:
+        return replace(choice, direct=False), "buffered: the file system refuses direct reads"
+    direct = profile.sustained_bytes_s(situation.shape.record_bytes, 8)
+    told = f"direct {direct / 1e9:.2f} GB/s, through the page cache {profile.buffered_bytes_s / 1e9:.2f} GB/s from cold"
+    if profile.buffered_bytes_s > WORTH * direct:
+        return choice, f"direct: {told}; it leaves the page cache alone, so the budget holds (tune tries buffered)"
+    return choice, f"direct: {told}; no copy, and the page cache stays free"
+
+
+def _chunk(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    setting = situation.setting
+    found = prefill(situation.shape, situation.machine, setting, situation.routing, situation.prompt_tokens)
+    return choice, (
+        f"{setting.prefill_chunk} tokens: the most whose activations take a twentieth of the budget; a prompt of "
+        f"{found.tokens} takes {found.total_s:.1f} s by forecast, bound by {found.bound}"
+    )
+
+
+def _candidates(situation: Situation, choice: Choice) -> tuple[tuple[str, Choice], ...]:
+    """Single changes whose gain the forecast leaves open, the most promising first."""
+    token = forecast_of(situation, choice)
+    found: list[tuple[float, str, Choice]] = []
+    for policy in POLICIES:
+        if policy != choice.policy and _has(situation.routing, policy):
+            other = replace(choice, policy=policy)
+            found.append((_speed(situation, other) / token.tokens_s, f"policy {policy}", other))
+    if token.stall_ms > 0.05 * token.total_ms:
+        staged = replace(choice, path="staged", prefetch="next layer's gate")
+        found.append((_staged_gain(situation, token), "path staged", staged))
+        for depth in DEPTHS:
+            if depth != choice.depth:
+                found.append((1.0, f"depth {depth}", replace(choice, depth=depth)))
+        if situation.machine.profile.direct:
+            rate = situation.machine.profile.buffered_bytes_s
+            gain = rate / situation.machine.profile.sustained_bytes_s(situation.shape.record_bytes, 8)
+            found.append((gain, "buffered reads", replace(choice, direct=False)))
+    found.sort(key=lambda one: -one[0])
+    return tuple((name, other) for _, name, other in found)
+
+
+def _staged_gain(situation: Situation, token: TokenForecast) -> float:
+    """Reads that fit under a layer's computing vanish from the stall; first in, first out costs hits."""
+    window_ms = (token.total_ms - token.stall_ms) / situation.shape.layers
+    hidden = min(1.0, window_ms / max(1e-9, token.stall_ms / situation.shape.moe_layers + window_ms))
+    staged = forecast_of(situation, Choice(path="staged", policy="lru"))
+    return token.total_ms / (staged.total_ms - hidden * staged.stall_ms)
