@@ -67,6 +67,7 @@ class Block {
     factors_ = reinterpret_cast<float*>(w.factors.reserve(step.T * 2 * 4));
     prepare_inputs();
     w.heads.prepare(encoding_of(layer.o), step.T, layer.o.cols);
+    alone_ = work() < kAloneBytes;
     plan_attention();
   }
 
@@ -83,6 +84,7 @@ class Block {
     multiply_in_region(layer_.o, w_.heads.rows(), out_, layer_.o.rows, queues_[3]);
   }
 
+  bool alone() const { return alone_; }
   bool overflowed() const { return overflow_.load(std::memory_order_relaxed); }
 
  private:
@@ -97,13 +99,23 @@ class Block {
     }
   }
 
+  // Bytes of weights, and of the keys and values that each token meets.
+  int64_t work() const {
+    int64_t positions = 0;
+    for (int64_t t = 0; t < step_.T; ++t) positions += step_.pos_of_token[t] + 1 - step_.start_of_seq[step_.seq_of_token[t]];
+    int64_t total = 4 * layer_.kv_width() * positions;
+    for (const Matrix* m : {&layer_.q, &layer_.k, &layer_.v, &layer_.o}) total += multiply_work(*m, step_.T);
+    return total;
+  }
+
   void plan_attention() {
+    const int threads = alone_ ? 1 : pool().size();
     const int64_t group = layer_.n_heads / layer_.n_kv_heads;
     heads_per_task_ = std::min<int64_t>(group, kTileRows);
     cut_tiles(step_, std::max<int64_t>(1, kTileRows / group), w_.tiles);
     const int64_t tiles = static_cast<int64_t>(w_.tiles.size());
     // Few kv heads and one token: the heads of a group go to several threads. Rows are independent, so no bit changes.
-    while (tasks() < pool().size() && heads_per_task_ > 1) heads_per_task_ = (heads_per_task_ + 1) / 2;
+    while (tasks() < threads && heads_per_task_ > 1) heads_per_task_ = (heads_per_task_ + 1) / 2;
     n_tasks_ = tiles * layer_.n_kv_heads * chunks();
   }
   int64_t chunks() const { return (layer_.n_heads / layer_.n_kv_heads + heads_per_task_ - 1) / heads_per_task_; }
@@ -213,6 +225,7 @@ class Block {
   float* mixed_ = nullptr;
   float* factors_ = nullptr;
   int input_of_[3] = {0, 1, 2};
+  bool alone_ = false;
   int64_t heads_per_task_ = 1;
   int64_t n_tasks_ = 0;
   TileQueue queues_[4];
@@ -235,7 +248,7 @@ AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionSt
   if (status != AttentionStatus::ok || step.T == 0) return status;
   thread_local Workspace workspace;
   Block block(layer, step, x, out, workspace);
-  pool().run([&](int thread, int n) { block.run(thread, n); });
+  pool().run([&](int thread, int n) { block.run(thread, n); }, block.alone());
   return block.overflowed() ? AttentionStatus::half_overflow : AttentionStatus::ok;
 }
 

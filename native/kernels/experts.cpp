@@ -90,6 +90,14 @@ void encode_batch(const Job& job, const Plan& plan, const Batch& batch, int thre
   }
 }
 
+int64_t work(const Plan& plan, const PlacedMatrix& gate, const PlacedMatrix& up, const PlacedMatrix& down) {
+  int64_t total = 0;
+  for (const Segment& s : plan.segments) {
+    for (const PlacedMatrix* m : {&gate, &up, &down}) total += multiply_work(m->shape, s.n_rows);
+  }
+  return total;
+}
+
 void add_row_bias(const Matrix& m, int64_t tile, int64_t n_tokens, float* acc) {
   if (!m.row_bias) return;
   const int64_t row0 = tile * kTileRows, rows = std::min(kTileRows, m.rows - row0);
@@ -219,7 +227,7 @@ void Experts::forward(const ExpertRows& rows, const float* x, float* out) const 
       });
       // The next batch overwrites gate_rows, which nobody reads any more, and hidden_rows only after its first barrier.
     }
-  });
+  }, work(plan, gate_, up_, down_) < kAloneBytes);
 }
 
 void combine(const float* pairs, const float* weights, int64_t T, int64_t K, int64_t D, float* out) {

@@ -44,6 +44,10 @@ void store(const Matrix& m, const float* acc, int64_t n_tokens, int64_t tile, fl
 
 }  // namespace
 
+int64_t multiply_work(const Matrix& m, int64_t T) {
+  return m.tiles() * tile_bytes(m) * (T + 3) / 4;  // four more rows cost as much arithmetic as one costs reading
+}
+
 void multiply_tiles(const Matrix& m, const EncodedRows& x, int64_t token0, int64_t token1, int64_t tile0, int64_t tile1,
                     float* out, int64_t out_stride) {
   alignas(64) float acc[kTokenBlock * kTileRows];
@@ -72,6 +76,7 @@ void matmul(const Matrix& m, const float* x, int64_t T, float* out) {
   Activations& acts = activations;  // the caller's, not each worker's
   acts.prepare(encoding_of(m), T, m.cols);
   kernels();  // an unusable STOKER_ISA throws here, not in a worker
+  const bool alone = multiply_work(m, T) < kAloneBytes;
   // A few rows are encoded before the workers have woken up; then nobody waits for them at a barrier.
   const bool few = T * m.cols <= kFewColumns;
   if (few) acts.encode(x, m.cols, 0, 1);
@@ -82,7 +87,7 @@ void matmul(const Matrix& m, const float* x, int64_t T, float* out) {
       pool().barrier();
     }
     multiply_in_region(m, acts.rows(), out, m.rows, queue);
-  });
+  }, alone);
 }
 
 }  // namespace stoker

@@ -17,6 +17,9 @@ struct TileQueue {
   alignas(64) std::atomic<int64_t> next{0};
 };
 
+// Weight bytes of m, weighed by the arithmetic of T rows: to be compared with kAloneBytes.
+int64_t multiply_work(const Matrix& m, int64_t T);
+
 // x: [T, cols] f32; out: [T, rows] f32; both dense.
 void matmul(const Matrix& m, const float* x, int64_t T, float* out);
 

@@ -96,15 +96,15 @@ void ThreadPool::work(int thread, int n_threads, int seen_epoch) {
   }
 }
 
-void ThreadPool::run_erased(Call call, void* fn) {
+void ThreadPool::run_erased(Call call, void* fn, bool alone) {
   if (in_region) {
     std::fputs("stoker: a parallel region was started inside a parallel region\n", stderr);
     std::abort();
   }
   std::lock_guard<std::mutex> lock(region_);
-  if (static_cast<int>(workers_.size()) + 1 != size()) start_workers();
+  if (!alone && static_cast<int>(workers_.size()) + 1 != size()) start_workers();
   in_region = true;
-  const int workers = static_cast<int>(workers_.size());
+  const int workers = alone ? 0 : static_cast<int>(workers_.size());
   region_threads_ = workers + 1;
   if (workers > 0) {
     call_ = call;

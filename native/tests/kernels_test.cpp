@@ -213,6 +213,9 @@ void test_pool() {
     });
     for (int i = 0; i < round % 4 + 1; ++i) check(after[static_cast<size_t>(i)] == round % 4 + 1, "a thread passed the barrier early", "pool");
   }
+  int alone = 0;
+  p.run([&](int thread, int n) { p.barrier(), alone += thread == 0 && n == 1; }, true);
+  check(alone == 1, "a region of one thread ran on several", "pool");
   std::atomic<int> total{0};
   std::vector<std::thread> callers;
   for (int c = 0; c < 3; ++c) {

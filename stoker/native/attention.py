@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.errors import OptionError, StokerError
 from stoker.native import _kernels
-from stoker.native.kernels import Matrix, isa
+from stoker.native.kernels import Matrix
 
 KV_BLOCK_TOKENS = 64
 _OK, _HALF_OVERFLOW, _BAD_SEQUENCE, _BAD_POSITION, _BAD_BLOCK = range(5)  # AttentionStatus
@@ -108,7 +108,6 @@ class Attention:
         norm = _norm_mode(q_norm, k_norm, head_dim, n_heads, n_kv_heads)
         if sinks is not None:
             _check_f32("sinks", sinks, (n_heads,))
-        isa()  # a wrong STOKER_ISA is reported here, not in the first step
         self.rotary_dim, self.width, self.out_width = rotary_dim, q.cols, o.rows
         self._held = (q, k, v, o, q_norm, k_norm, sinks)
         self._native = _kernels.make_attention(

@@ -105,7 +105,6 @@ def matmul(m: Matrix, x_TC: Tensor, out: Tensor | None = None) -> Tensor:
         out = torch.empty(n_tokens, m.rows)
     else:
         _check("out", out, torch.float32, (n_tokens, m.rows))
-    isa()
     _kernels.matmul(m.native, x_TC.data_ptr(), n_tokens, out.data_ptr())
     return out
 
@@ -188,14 +187,16 @@ def combine(pairs: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]) -> None:
     """ValueError unless `tensor` is a contiguous CPU tensor of this dtype and shape (None: any length)."""
     actual = tensor.shape
-    fits = len(actual) == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, actual, strict=True)
+    if tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu and len(actual) == len(shape):
+        for want, have in zip(shape, actual, strict=True):  # a loop: this runs ten times a layer
+            if want is not None and want != have:
+                break
+        else:
+            return
+    wanted = f"contiguous cpu {dtype} {['any' if n is None else n for n in shape]}"
+    raise ValueError(
+        f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)}, {tensor.stride()}"
     )
-    if tensor.dtype != dtype or not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
-        wanted = f"contiguous cpu {dtype} {['any' if n is None else n for n in shape]}"
-        raise ValueError(
-            f"{name}: expected {wanted}, got {tensor.device.type} {tensor.dtype} {list(actual)}, {tensor.stride()}"
-        )
 
 
 def _check_bytes(name: str, tensor: Tensor, nbytes: int, natural: torch.dtype) -> None:
@@ -212,7 +213,8 @@ def _check_bytes(name: str, tensor: Tensor, nbytes: int, natural: torch.dtype) -
 
 
 def _native_matrix(spec: MatrixSpec, addresses: Sequence[int], activation_bits: int) -> _kernels.Matrix:
-    """addresses: of codes, scales, biases and row_bias; 0 for what is absent."""
+    """addresses: of codes, scales, biases and row_bias; 0 for what is absent. OptionError for a wrong STOKER_ISA."""
+    isa()
     fmt = spec.format
     half = fmt.scale_dtype == "f16"
     codes, scales, biases, row_bias = addresses

@@ -76,7 +76,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def _plain_matrix(weight: Tensor, bias: Tensor | None = None) -> kernels.Matrix:
-    """An unrounded matrix for unrounded activations: bf16 where that loses nothing (half the bytes to read), else f32."""
+    """A matrix that rounds nothing: bf16 where its weights are bf16 values (half the bytes to read), else f32."""
     exact = torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
     spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if exact else "f32"))
     parts = quantize(weight.to(torch.float32), spec.format)
