@@ -7,6 +7,7 @@ below which it is refused, belong to the ledger.
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -112,6 +113,17 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
         return int(psutil.Process().memory_info().rss)
     return 0
+
+
+def peak_resident_bytes(root: Path = Path("/")) -> int:
+    """The most that the process has held (its own VmHWM; getrusage's figure starts from the parent's)."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def auto_budget(root: Path = Path("/")) -> int:

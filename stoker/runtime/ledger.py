@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace, replace
 
 from stoker.errors import BudgetError, OptionError
 from stoker.residency.plan import PoolSize, split_evenly
@@ -98,8 +98,11 @@ def _fixed(needs: Needs) -> int:
     return needs.process_bytes + needs.dense_bytes + needs.kv_bytes + needs.scratch_bytes + RESERVE_BYTES
 
 
-def plan_memory(budget: int, needs: Needs) -> Ledger:
-    """Divide `budget` bytes. Raises BudgetError with the smallest budget that works and the context that would fit."""
+def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) -> Ledger:
+    """Divide `budget` bytes; `scratch_bytes` may exceed the least where there is room for it.
+
+    Raises BudgetError with the smallest budget that works and the context that would fit.
+    """
     floor = floor_bytes(needs)
     if budget < floor:
         raise BudgetError(
@@ -120,8 +123,11 @@ def plan_memory(budget: int, needs: Needs) -> Ledger:
             got=show(budget),
             remedy=_remedy(budget, floor, needs),
         )
+    if scratch_bytes is not None:
+        needs = replace(needs, scratch_bytes=scratch_bytes)
     record = max(pool.record_bytes for pool in needs.pools)
-    spare = budget - floor
+    spare = budget - floor_bytes(needs)
+    assert spare >= 0, "more scratch than the budget has room for"
     ring = RING_FLOOR + min(RING_RECORDS - RING_FLOOR, spare // 4 // record)
     slots = split_evenly(budget - _fixed(needs) - ring * record, needs.pools)
     if all(count == pool.experts for count, pool in zip(slots, needs.pools, strict=True)):

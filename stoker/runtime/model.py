@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
@@ -313,7 +312,7 @@ class Runtime:
             "load_seconds": self.load_seconds,
             "prefill_chunk": self.prefill_chunk,
             "path": self.options.path,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": budget.peak_resident_bytes(),
             "fused": {
                 "attention": self.fusion.attention,
                 "norms": self.fusion.norms,

@@ -15,7 +15,7 @@ from stoker.errors import OptionError, StokerError
 from stoker.runtime import dense
 from stoker.runtime.experts import Path
 from stoker.runtime.kv import KVShape
-from stoker.runtime.ledger import Ledger, Needs, PoolNeed, plan_memory, with_slots
+from stoker.runtime.ledger import Ledger, Needs, PoolNeed, floor_bytes, plan_memory, with_slots
 from stoker.runtime.sequence import cache_token_bytes
 from stoker.store.reader import Store
 
@@ -71,25 +71,30 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
             expected=f"at most {longest}",
             got=options.ctx_size,
         )
-    chunk = min(options.prefill_chunk or _chunk(store, config, limit), options.ctx_size)
+    smallest = min(options.prefill_chunk or CHUNKS[-1], options.ctx_size)
     token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
     needs = Needs(
         process_bytes=psutil.Process().memory_info().rss,
         dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
         kv_bytes=shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size,
-        scratch_bytes=scratch_bytes(store, config, chunk),
+        scratch_bytes=scratch_bytes(store, config, smallest),
         pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k(config)) for pool in store.pools),
         ctx_tokens=options.ctx_size,
         kv_token_bytes=token_bytes,
     )
-    ledger = plan_memory(limit, needs)
+    chunk, scratch = smallest, needs.scratch_bytes
+    if options.prefill_chunk is None:
+        room = limit - floor_bytes(needs) + scratch
+        chunk, scratch = _chunk(store, config, limit, room, options.ctx_size)
+    ledger = plan_memory(limit, needs, scratch_bytes=scratch)
     return Plan(ledger if options.slots is None else with_slots(ledger, options.slots, needs.pools), chunk, shape)
 
 
-def _chunk(store: Store, config: Any, limit: int) -> int:
-    """The most tokens a prefill step may have without its scratch eating the slots."""
-    allowed = max(SCRATCH_SHARE * limit, SCRATCH_FLOOR)
-    return next((tokens for tokens in CHUNKS if scratch_bytes(store, config, tokens) <= allowed), CHUNKS[-1])
+def _chunk(store: Store, config: Any, limit: int, room: int, ctx_tokens: int) -> tuple[int, int]:
+    """(tokens, scratch bytes) of the longest prefill step whose scratch fits `room` and does not eat the slots."""
+    allowed = min(room, max(SCRATCH_SHARE * limit, SCRATCH_FLOOR))
+    sizes = [(tokens, scratch_bytes(store, config, tokens)) for tokens in (min(c, ctx_tokens) for c in CHUNKS)]
+    return next((size for size in sizes if size[1] <= allowed), sizes[-1])
 
 
 def top_k(config: Any) -> int:
