@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace, replace
+from dataclasses import asdict, dataclass, replace
 
 from stoker.errors import BudgetError, OptionError
 from stoker.residency.plan import PoolSize, split_evenly
