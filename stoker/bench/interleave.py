@@ -82,6 +82,8 @@ def _here(plan: Plan, variant: Variant, record: bool) -> Run:
             route_weights=plan.route_weights,
             recorder=recorder,
         )
+        if recorder is not None:
+            recorder.describe(ledger=engine.runtime.ledger())
         try:
             sessions = {
                 one.name: worker.session(engine, list(one.prompt), list(one.decode), one.warmup)

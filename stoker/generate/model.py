@@ -108,7 +108,9 @@ def load(
         return Model(load_runtime(model, options))
     recorder = TraceWriter(trace, about={"model": str(model), "stoker": __version__, **vars(options)})
     try:
-        return Model(load_runtime(model, options, recorder), recorder)
+        runtime = load_runtime(model, options, recorder)
+        recorder.describe(experts=max(pool.experts for pool in runtime.store.pools), ledger=runtime.ledger())
+        return Model(runtime, recorder)
     except BaseException:
         recorder.close()
         Path(trace).unlink(missing_ok=True)

@@ -49,11 +49,11 @@ def _phase(phase: Phase, steps: Table, layers: Table) -> dict[str, Any]:
         "step_ms": latency(durations_ms),
     }
     if phase is Phase.DECODE:
-        figures["between_steps_ms"] = latency(_between(steps, chosen))
+        figures["between_steps_ms"] = latency(between_steps_ms(steps, chosen))
     return figures
 
 
-def _between(steps: Table, chosen: np.ndarray) -> np.ndarray:
+def between_steps_ms(steps: Table, chosen: np.ndarray) -> np.ndarray:
     """Inter-token wall times in ms: from the end of one decode step to the end of the one directly after it."""
     following = chosen[1:] & chosen[:-1]
     return (steps["end_ns"][1:] - steps["end_ns"][:-1])[following] / 1e6

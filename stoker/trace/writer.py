@@ -39,11 +39,9 @@ class TraceWriter:
             self._parts.mkdir()
         except OSError as error:
             raise TraceError("cannot be written", where=str(path), got=error.strerror) from error
-        self._metadata = {
-            "format": FORMAT,
-            "version": str(VERSION),
-            "about": json.dumps(dict(about or {}), default=str),
-        }
+        self._about = dict(about or {})
+        self._metadata = {"format": FORMAT, "version": str(VERSION)}
+        self.describe()
         self._part_count = 0
         self._closed = False
         self._running_step = 0
@@ -52,6 +50,11 @@ class TraceWriter:
         self._experts = np.empty(ROUTES_PER_PART, np.int32)
         self._weights = np.empty(ROUTES_PER_PART, np.float32)
         self._layer, self._read, self._evict, self._step = (array("q") for _ in range(4))
+
+    def describe(self, **more: Any) -> None:
+        """Add to `about` what is known only once the model is loaded; call it before the first step."""
+        self._about |= more
+        self._metadata["about"] = json.dumps(self._about, default=str)
 
     def layer(
         self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, hits: int, misses: int, wait_ns: int
