@@ -1,0 +1,210 @@
+"""The forecast in cases whose answer is known by hand, and what it assumes of routing."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stoker.errors import OptionError
+from stoker.plan.forecast import Machine, Setting, arrivals_ms, decode, misses_of, prefill, simple
+from stoker.plan.forecast_routing import (
+    Curve,
+    Replayed,
+    Uniform,
+    assumed,
+    binomial,
+    curves,
+    hit_rate,
+    routing_named,
+    spread_over,
+)
+from stoker.plan.replay import replay
+from stoker.plan.routes import from_array
+from tests.plan.machines import machine, model
+
+SETTING = Setting(slots=16, ring_records=8, prefill_chunk=512)
+
+
+class Always:
+    """Every event misses exactly `missed`."""
+
+    name, words = "always", "for tests"
+
+    def __init__(self, missed: int) -> None:
+        self.missed = missed
+
+    def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
+        return np.eye(1, top_k + 1, self.missed)[0]
+
+    def distinct(self, tokens: int, experts: int, top_k: int) -> float:
+        return float(min(experts, tokens * top_k))
+
+
+def test_everything_resident_is_bytes_over_bandwidth() -> None:
+    token = decode(model(), Machine(machine()), replace(SETTING, slots=64), Uniform())
+    dense_ms = 10 * 10 / 10  # 10 layers of 10 MB at 10 GB/s: 1 ms each
+    experts_ms = 10 * 4 * (1 << 20) / 10e9 * 1e3
+    assert token.stall_ms == 0 and token.misses == 0 and token.hit_rate == 1
+    assert token.dense_ms == pytest.approx(dense_ms)
+    assert token.head_ms == pytest.approx(1.0)
+    assert token.total_ms == pytest.approx(dense_ms + 1.0 + experts_ms, rel=1e-3)
+
+
+def test_slow_reads_are_waited_for_but_for_what_is_computed_meanwhile() -> None:
+    token = decode(model(), Machine(machine(record_ms=5.0)), SETTING, Always(2))
+    each_ms = (1 << 20) / 10e9 * 1e3
+    layer_ms = 10.0 + each_ms  # two reads of 5 ms one after the other, then the last expert
+    assert token.stall_ms + token.experts_ms == pytest.approx(10 * layer_ms, rel=1e-3)
+    assert token.read_bytes == 10 * 2 * (1 << 20)
+    assert token.misses == 20
+
+
+def test_reads_that_land_while_hits_are_computed_cost_nothing() -> None:
+    fast = Machine(machine(record_ms=0.01, expert_bytes_s=1e9))
+    assert decode(model(), fast, SETTING, Always(1)).stall_ms == pytest.approx(0, abs=1e-6)
+
+
+def test_latency_is_paid_once_a_burst() -> None:
+    quick, late = (Machine(machine(record_ms=1.0, latency_ms=ms)) for ms in (0.0, 2.0))
+    more = decode(model(), late, SETTING, Always(4)).total_ms - decode(model(), quick, SETTING, Always(4)).total_ms
+    assert more == pytest.approx(10 * 2.0, rel=0.02)
+
+
+def test_a_shallow_queue_reads_in_turns() -> None:
+    one = Machine(machine(record_ms=1.0, latency_ms=1.0))
+    deep, shallow = (arrivals_ms(one, 1 << 20, 8, depth, 0.0, 0.0) for depth in (8, 1))
+    assert deep == pytest.approx(9.0) and shallow == pytest.approx(16.0)
+
+
+def test_fixed_costs_count_by_layer_miss_and_kind_of_attention() -> None:
+    base = decode(model(), Machine(machine()), SETTING, Always(2)).overhead_ms
+    costly = Machine(machine(layer_ms=0.2, miss_ms=0.1))
+    assert decode(model(), costly, SETTING, Always(2)).overhead_ms - base == pytest.approx(10 * 0.2 + 20 * 0.1)
+    plain = decode(model(plain_attention=5), costly, SETTING, Always(2)).overhead_ms
+    assert plain - base == pytest.approx(5 * 0.2 + 5 * 0.6 + 20 * 0.1)
+
+
+def test_more_slots_are_never_slower_and_nothing_kept_is_slowest() -> None:
+    at = [
+        decode(model(), Machine(machine(record_ms=3)), replace(SETTING, slots=s), curves()["general"])
+        for s in (4, 8, 16, 32, 63)
+    ]
+    speeds = [token.tokens_s for token in at]
+    assert speeds == sorted(speeds)
+    exact = decode(model(), Machine(machine(record_ms=3)), replace(SETTING, path="exact"), curves()["general"])
+    assert exact.misses == 40 and exact.tokens_s <= speeds[0]
+
+
+def test_staged_misses_more_than_the_policy_that_it_lacks() -> None:
+    hot, staged = (misses_of(model(), replace(SETTING, path=path), curves()["general"]) for path in ("hot", "staged"))
+    assert hit_rate(staged) == pytest.approx(hit_rate(hot) - 0.04, abs=0.01)
+    assert staged.sum() == pytest.approx(1)
+
+
+def test_a_prompt_bound_by_reads_takes_what_the_reads_take() -> None:
+    found = prefill(model(), Machine(machine(record_ms=10.0)), SETTING, Always(0), 512)
+    assert found.bound == "reads" and found.distinct == 64
+    assert found.total_s == pytest.approx(10 * 64 * 10e-3, rel=0.05)
+    assert found.read_bytes == 640 << 20
+
+
+def test_a_prompt_bound_by_arithmetic_takes_what_it_takes() -> None:
+    found = prefill(model(), Machine(machine(record_ms=0.01)), SETTING, Always(0), 512)
+    macs = 512 * (10 * 20e6 + 10 * 4 * 3 * 1024 * 512)
+    assert found.bound == "arithmetic" and found.total_s == pytest.approx(macs / 100e9, rel=0.05)
+
+
+def test_a_second_chunk_finds_what_the_first_left() -> None:
+    one = Machine(machine(record_ms=10.0))
+    whole, halves = (
+        prefill(model(), one, replace(SETTING, slots=32, prefill_chunk=c), Always(0), 512) for c in (512, 256)
+    )
+    assert halves.read_bytes == pytest.approx(whole.read_bytes * 1.5), "half of the experts stay for the second chunk"
+
+
+def test_the_band_is_ordered() -> None:
+    speeds = [
+        decode(model(), Machine(machine(), quartile), SETTING, Always(3)).tokens_s
+        for quartile in ("high", "last", "low")
+    ]
+    assert speeds == sorted(speeds) and speeds[0] < speeds[-1]
+
+
+def test_buffered_reads_are_slower_where_they_measured_slower() -> None:
+    one = machine(record_ms=1.0, buffered_bytes_s=0.25e9)
+    direct, buffered = (decode(model(), Machine(one, direct=d), SETTING, Always(4)).stall_ms for d in (True, False))
+    assert buffered > 3.5 * direct
+
+
+def test_the_naive_calculator_and_its_trap() -> None:
+    once = simple(model(), 1e9, compute_ms=10.0, hit=0.5)
+    assert once == pytest.approx(1e3 / (10 + 20 * (1 << 20) / 1e9 * 1e3))
+    assert simple(model(), 1e9, 10.0, 0.5, extra_latency_ms=1.0) == pytest.approx(1e3 / (1e3 / once + 20))
+
+
+# ---- routing
+
+
+@pytest.mark.parametrize("name", ["general", "code", "math", "medical"])
+def test_curves_are_the_measured_ones_at_their_points(name: str) -> None:
+    curve = curves()[name]
+    for policy, rows in curve.misses_per_event.items():
+        assert np.allclose(rows.sum(axis=1), 1, atol=2e-3), policy
+        for slots, row in zip(curve.slots, rows, strict=True):
+            assert np.allclose(curve.misses(slots, 128, 8, policy), row)
+    lru = [hit_rate(curve.misses(slots, 128, 8, "lru")) for slots in curve.slots]
+    assert lru == sorted(lru)
+
+
+@pytest.mark.parametrize(("name", "slots", "known"), [("general", 16, 0.604), ("code", 32, 0.849), ("math", 64, 0.928)])
+def test_lru_curves_agree_with_independent_figures(name: str, slots: int, known: float) -> None:
+    assert hit_rate(curves()[name].misses(slots, 128, 8, "lru")) == pytest.approx(known, abs=0.004)
+
+
+def test_a_curve_serves_other_shapes_at_the_same_share() -> None:
+    curve = curves()["general"]
+    assert hit_rate(curve.misses(64, 256, 8, "lru")) == pytest.approx(hit_rate(curve.misses(32, 128, 8, "lru")))
+    other_k = curve.misses(64, 256, 4, "lru")
+    assert len(other_k) == 5 and other_k.sum() == pytest.approx(1, abs=2e-3)
+    assert hit_rate(other_k) == pytest.approx(hit_rate(curve.misses(32, 128, 8, "lru")), abs=2e-3)
+
+
+def test_spreading_keeps_the_mean() -> None:
+    shares = np.array([0.5, 0.0, 0.5])
+    assert spread_over(shares, 8) @ np.arange(9) / 8 == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("routing", [Uniform(), curves()["general"]])
+def test_distinct_experts_grow_from_k_to_all(routing: Uniform | Curve) -> None:
+    counts = [routing.distinct(tokens, 128, 8) for tokens in (1, 2, 8, 64, 512, 4096)]
+    assert counts == sorted(counts) and counts[0] == pytest.approx(8, abs=0.1) and counts[-1] <= 128
+
+
+def test_uniform_routing_hits_by_share() -> None:
+    assert hit_rate(Uniform().misses(32, 128, 8, "lru")) == pytest.approx(0.25)
+    assert binomial(8, 0.3).sum() == pytest.approx(1)
+
+
+def test_replayed_routes_are_the_simulators() -> None:
+    experts_LTK = np.random.default_rng(3).permuted(np.tile(np.arange(32), (2, 900, 1)), axis=2)[:, :, :4]
+    routes = from_array(experts_LTK, "made", 32)
+    found = Replayed(routes, "made").misses(12, 32, 4, "lru")
+    assert hit_rate(found) == pytest.approx(replay(routes, "lru", 12).hit_rate, abs=1e-9)
+    assert Replayed(routes, "made").distinct(900, 32, 4) == 32
+
+
+def test_routing_by_name() -> None:
+    assert isinstance(routing_named("uniform"), Uniform)
+    assert routing_named("code") is curves()["code"]
+    assert isinstance(routing_named("synthetic:general:200"), Replayed)
+    with pytest.raises(OptionError, match="unknown routing"):
+        routing_named("nonsense")
+    with pytest.raises(OptionError, match="no curve"):
+        curves()["general"].misses(32, 128, 8, "belady")
+
+
+def test_few_experts_are_assumed_uniform_and_many_as_measured() -> None:
+    assert isinstance(assumed(8)[0], Uniform)
+    typical, worst, best = assumed(128)
+    at = [hit_rate(one.misses(32, 128, 8, "lru")) for one in (worst, typical, best)]
+    assert at == sorted(at)
