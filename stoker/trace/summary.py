@@ -74,13 +74,13 @@ def _reads(reads: Table) -> dict[str, Any]:
             "queued_ms_p50": percentile((reads["start_ns"] - reads["submit_ns"])[rows] / 1e6, 0.5),
         }
     landed = reads["class"] != ReadClass.CANCELLED
-    busy_s = _busy_ns(reads["start_ns"][landed], reads["end_ns"][landed]) / 1e9
+    busy_s = busy_ns(reads["start_ns"][landed], reads["end_ns"][landed]) / 1e9
     figures["device_busy_s"] = busy_s
     figures["bytes_per_busy_s"] = share(int(reads["bytes"][landed].sum()), busy_s)
     return figures
 
 
-def _busy_ns(starts: np.ndarray, ends: np.ndarray) -> int:
+def busy_ns(starts: np.ndarray, ends: np.ndarray) -> int:
     """Length of the union of the intervals: the time in which at least one read was in service."""
     if len(starts) == 0:
         return 0

@@ -1,0 +1,1 @@
+"""`stoker report`: traces and benchmark results as one HTML page that needs nothing but itself."""
