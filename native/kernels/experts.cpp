@@ -21,6 +21,10 @@ constexpr int64_t kBatchRows = 1024;   // rows between two barriers; bounds the 
 constexpr int64_t kFewColumns = 16384; // about 4 microseconds of encoding
 constexpr int64_t kMaxUnit = 128;      // columns of the widest encoding unit
 constexpr int64_t kDownRun = 16;       // tiles of down that a thread takes at once
+constexpr int64_t kDownRunOfMany = 4;  // where each tile has many rows to do
+constexpr int64_t kStripTiles = 48;    // tiles of gate, then of up, that a thread takes at once for a few rows
+constexpr int64_t kStripRows = 256;    // rows times tiles of one strip; its results stay in L1
+constexpr int64_t kStripFewRows = 4;   // segments of more rows use a strip's weights often: how they stream matters less
 
 // Consecutive rows of one expert; `row` counts from the start of the call, `slot` from the start of the batch.
 struct Segment {
@@ -106,32 +110,37 @@ void add_row_bias(const Matrix& m, int64_t tile, int64_t n_tokens, float* acc) {
   }
 }
 
-// act(gate) * up for the columns of one encoding unit of the hidden row, encoded at once while it is in the cache.
-void hidden_unit(const Job& job, const Segment& s, int64_t unit) {
-  alignas(64) float gate_acc[kTokenBlock * kTileRows], up_acc[kTokenBlock * kTileRows], hidden[kTokenBlock * kMaxUnit];
+// act(gate) * up for units [unit0, unit1) of the hidden row, encoded at once while it is in the cache. All tiles of gate,
+// then all of up: each is one forward stream.
+void hidden_units(const Job& job, const Segment& s, int64_t unit0, int64_t unit1) {
+  alignas(64) float gate_acc[kStripRows * kTileRows], up_acc[kStripRows * kTileRows], hidden[kMaxUnit];
   const Matrix gate = job.gate.at(job.record(s)), up = job.up.at(job.record(s));
   const TileKernel gate_kernel = kernels().tile_kernel(gate), up_kernel = kernels().tile_kernel(up);
   const EncodedRows gate_x = job.view(job.gate_rows, job.gate_encoding, gate.cols, s);
   const EncodedRows up_x = job.view(job.up_rows, job.up_encoding, up.cols, s);
-  const int64_t F = gate.rows, unit_cols = job.down_encoding.unit_cols, col0 = unit * unit_cols;
-  const int64_t n_cols = std::min(unit_cols, F - col0), n_tiles = (n_cols + kTileRows - 1) / kTileRows;
+  const int64_t F = gate.rows, unit_cols = job.down_encoding.unit_cols;
+  const int64_t tile0 = unit0 * unit_cols / kTileRows, tile1 = std::min(unit1 * unit_cols / kTileRows, gate.tiles());
   const EncodedRows target = job.view(job.hidden_rows, job.down_encoding, F, s);
-  char* unit_rows = const_cast<char*>(target.at(unit, 0));
-  for (int64_t t0 = 0; t0 < s.n_rows; t0 += kTokenBlock) {
-    const int64_t n = std::min(kTokenBlock, s.n_rows - t0);
-    for (int64_t i = 0; i < n_tiles; ++i) {
-      const int64_t tile = col0 / kTileRows + i;
-      gate_kernel(gate, gate_x.at(0, t0), gate_x.unit_stride(), n, tile, gate_acc);
-      up_kernel(up, up_x.at(0, t0), up_x.unit_stride(), n, tile, up_acc);
-      add_row_bias(gate, tile, n, gate_acc);
-      add_row_bias(up, tile, n, up_acc);
-      kernels().gated(job.params, gate_acc, up_acc, gate_acc, n * kTileRows);
-      for (int64_t t = 0; t < n; ++t) {
-        std::memcpy(hidden + t * unit_cols + i * kTileRows, gate_acc + t * kTileRows, kTileRows * sizeof(float));
-      }
+  const int64_t block = kStripRows / (tile1 - tile0);
+  for (int64_t t0 = 0; t0 < s.n_rows; t0 += block) {
+    const int64_t n = std::min(block, s.n_rows - t0), tile_floats = n * kTileRows;
+    for (int64_t tile = tile0; tile < tile1; ++tile) {
+      gate_kernel(gate, gate_x.at(0, t0), gate_x.unit_stride(), n, tile, gate_acc + (tile - tile0) * tile_floats);
+      add_row_bias(gate, tile, n, gate_acc + (tile - tile0) * tile_floats);
     }
-    for (int64_t t = 0; t < n; ++t) {
-      encode_row(job.down_encoding, hidden + t * unit_cols, n_cols, unit_rows, s.n_rows, t0 + t);
+    for (int64_t tile = tile0; tile < tile1; ++tile) {
+      up_kernel(up, up_x.at(0, t0), up_x.unit_stride(), n, tile, up_acc + (tile - tile0) * tile_floats);
+      add_row_bias(up, tile, n, up_acc + (tile - tile0) * tile_floats);
+    }
+    kernels().gated(job.params, gate_acc, up_acc, gate_acc, (tile1 - tile0) * tile_floats);
+    for (int64_t unit = unit0; unit < unit1; ++unit) {
+      const int64_t n_cols = std::min(unit_cols, F - unit * unit_cols), first = unit * unit_cols / kTileRows - tile0;
+      for (int64_t t = 0; t < n; ++t) {
+        for (int64_t i = 0; i * kTileRows < n_cols; ++i) {
+          std::memcpy(hidden + i * kTileRows, gate_acc + (first + i) * tile_floats + t * kTileRows, kTileRows * sizeof(float));
+        }
+        encode_row(job.down_encoding, hidden, n_cols, const_cast<char*>(target.at(unit, 0)), s.n_rows, t0 + t);
+      }
     }
   }
 }
@@ -154,6 +163,19 @@ void down_tiles(const Job& job, const Segment& s, int64_t tile0, int64_t tile1) 
       }
     }
   }
+}
+
+bool few_rows_each(const Plan& plan, const Batch& batch) {
+  for (int64_t i = 0; i < batch.n_segments; ++i) {
+    if (plan.segments[static_cast<size_t>(batch.first_segment + i)].n_rows > kStripFewRows) return false;
+  }
+  return true;
+}
+
+// Units of the hidden row that a thread takes at once: long streams, but several tasks for each thread.
+int64_t units_per_task(const Batch& batch, const Encoding& e, int64_t units, int n_threads) {
+  const int64_t by_length = kStripTiles * kTileRows / e.unit_cols, by_balance = batch.n_segments * units / (4 * n_threads);
+  return std::max<int64_t>(1, std::min(by_length, by_balance));
 }
 
 // Tasks are (segment, part), parts of a segment adjacent; threads take the next one until none is left.
@@ -209,7 +231,6 @@ void Experts::forward(const ExpertRows& rows, const float* x, float* out) const 
   kernels();  // an unusable STOKER_ISA throws here, not in a worker
 
   const int64_t units = job.down_encoding.units(F), tiles = down_.shape.tiles();
-  const int64_t down_parts = (tiles + kDownRun - 1) / kDownRun;
   // A few rows are encoded before the workers have woken up; then nobody waits for them at the first barrier.
   const bool few = most_rows * D <= kFewColumns && plan.batches.size() == 1;
   if (few) encode_batch(job, plan, plan.batches[0], 0, 1);
@@ -220,10 +241,15 @@ void Experts::forward(const ExpertRows& rows, const float* x, float* out) const 
         encode_batch(job, plan, batch, thread, n_threads);
         pool().barrier();
       }
-      take_tasks(queues[2 * b], plan, batch, units, [&](const Segment& s, int64_t unit) { hidden_unit(job, s, unit); });
+      const bool few_each = few_rows_each(plan, batch);
+      const int64_t run = few_each ? units_per_task(batch, job.down_encoding, units, n_threads) : 1;
+      const int64_t down_run = few_each ? kDownRun : kDownRunOfMany;
+      take_tasks(queues[2 * b], plan, batch, (units + run - 1) / run, [&](const Segment& s, int64_t part) {
+        hidden_units(job, s, part * run, std::min((part + 1) * run, units));
+      });
       pool().barrier();
-      take_tasks(queues[2 * b + 1], plan, batch, down_parts, [&](const Segment& s, int64_t part) {
-        down_tiles(job, s, part * kDownRun, std::min((part + 1) * kDownRun, tiles));
+      take_tasks(queues[2 * b + 1], plan, batch, (tiles + down_run - 1) / down_run, [&](const Segment& s, int64_t part) {
+        down_tiles(job, s, part * down_run, std::min((part + 1) * down_run, tiles));
       });
       // The next batch overwrites gate_rows, which nobody reads any more, and hidden_rows only after its first barrier.
     }

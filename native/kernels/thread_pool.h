@@ -1,5 +1,5 @@
 // A persistent pool: one parallel region at a time, run by the calling thread (number 0) and the workers.
-// Owns its threads. Workers sleep on a futex; they spin for a few microseconds at most before sleeping.
+// Owns its threads. Workers sleep on a futex; they spin for a few microseconds at most before sleeping, 40 inside a region.
 // Regions from several callers are run one after the other. A region must not throw and must not start another region.
 // After fork the child gets a fresh pool: threads start at the first region, so importing the module starts none.
 #pragma once
