@@ -35,6 +35,9 @@ def measure(threads: int) -> Kernels:
     """All of it in about six seconds with `threads` threads."""
     before = kernels.threads()
     with torch.inference_mode(), Arena(WORKING_SET_BYTES) as arena:
+        started = time.perf_counter()
+        arena.populate()
+        touch_bytes_s = WORKING_SET_BYTES / (time.perf_counter() - started)
         _fill(arena)
         try:
             reads = {n: _read_rate(arena, n) for n in sorted({1, threads})}
@@ -53,6 +56,7 @@ def measure(threads: int) -> Kernels:
                 expert_macs_s=expert_macs,
                 attention_macs_s=_attention(),
                 pair_bytes_s=_combine(),
+                touch_bytes_s=touch_bytes_s,
             )
         finally:
             kernels.set_threads(before)

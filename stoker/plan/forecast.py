@@ -188,7 +188,9 @@ def prefill(
 ) -> PromptForecast:
     """A prompt of `tokens`, in chunks. `warm_share`: of the experts, in memory before (0: just loaded)."""
     total_s = compute_s = read_s = read_bytes = 0.0
+    touch_bytes_s = machine.profile.kernels.touch_bytes_s
     done, resident, distinct = 0, warm_share * shape.experts, 0.0
+    touched = resident
     while done < tokens:
         chunk = min(setting.prefill_chunk, tokens - done)
         distinct = routing.distinct(chunk, shape.experts, shape.top_k)
@@ -199,6 +201,8 @@ def prefill(
         read_s += shape.moe_layers * layer.read_s
         read_bytes += shape.moe_layers * (distinct - hits) * shape.record_bytes
         resident = max(resident, min(setting.slots, distinct))
+        total_s += shape.moe_layers * (resident - touched) * shape.record_bytes / touch_bytes_s
+        touched = max(touched, resident)
         done += chunk
     end_s = machine.profile.costs.step_ms / 1e3 + shape.head_bytes / machine.profile.kernels.matvec_bytes_s
     return PromptForecast(tokens, total_s + end_s, compute_s + end_s, read_s, read_bytes, distinct)

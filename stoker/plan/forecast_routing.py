@@ -87,11 +87,15 @@ class Curve:
 
 
 class Replayed:
-    """Routes of the model itself: event-atomic replay at exactly the slots that it would have."""
+    """Routes of the model itself: event-atomic replay at exactly the slots that it would have.
 
-    def __init__(self, routes: Routes, words: str) -> None:
+    counted: tokens first .. end - 1 count, those before fill the cache; None: the first tenth fills it.
+    """
+
+    def __init__(self, routes: Routes, words: str, counted: tuple[int, int] | None = None) -> None:
         self.name, self.words, self.routes = routes.name, words, routes
-        self._part = routes.between(0, REPLAYED_TOKENS)
+        self._warm_up, end = counted or (None, REPLAYED_TOKENS)
+        self._part = routes.between(0, end)
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         size = max(int(slots), self._part.k)
@@ -104,7 +108,7 @@ class Replayed:
 
     @lru_cache(maxsize=64)  # noqa: B019  # lives as long as one command
     def _counted(self, policy: str, size: int) -> list[np.ndarray]:
-        outcome = replay(self._part, policy, size)
+        outcome = replay(self._part, policy, size, self._warm_up)
         pairs = zip(self._part.streams, outcome.misses, strict=True)
         return [misses[np.searchsorted(stream.step, outcome.warm_up_steps) :] for stream, misses in pairs]
 

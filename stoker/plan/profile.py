@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class Kernels:
     read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token;
     dense_macs_s and expert_macs_s: multiply-accumulates a second by tokens (rows) a matrix; expert rows 1: `one` expert
     alone is slower than several in one call; attention_macs_s: scores and values, "decode" over a long context and
-    "prefill"; pair_bytes_s: bytes a second through the weighted sum of experts' outputs.
+    "prefill"; pair_bytes_s: bytes a second through the weighted sum of experts' outputs; touch_bytes_s:
+    of an arena's pages used for the first time.
     """
 
     isa: str
@@ -81,6 +82,7 @@ class Kernels:
     expert_macs_s: dict[int, float]
     attention_macs_s: dict[str, float]
     pair_bytes_s: float
+    touch_bytes_s: float
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def machine(
     )
     rates = {1: macs_s, 512: macs_s}
     return Profile(
-        machine={"cpu": "example", "kernel": "1", "device": "disk", "threads": "2", "version": "1"},
+        machine={"cpu": "example", "kernel": "1", "device": "disk", "threads": "2", "version": "2"},
         threads=2,
         memory_bytes=16 << 30,
         directory="/models",
@@ -51,6 +51,7 @@ def machine(
             expert_macs_s=dict(rates),
             attention_macs_s={"decode": 1e15, "prefill": 1e15},
             pair_bytes_s=1e15,
+            touch_bytes_s=1e15,
         ),
         costs=Costs(
             step_ms=0.0, layer_ms=layer_ms, plain_layer_ms=3 * layer_ms, miss_ms=miss_ms, process_bytes=400 << 20
