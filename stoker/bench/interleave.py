@@ -140,7 +140,7 @@ def _command(plan: Plan, variant: Variant, ids: str) -> list[str]:
         return [plan.peer_python, worker.__file__, "llama", variant.model, *common, *flags]
     options = variant.options
     named = {"memory": "--memory", "path": "--path", "policy": "--policy", "depth": "--depth"}
-    flags = [word for name, flag in named.items() for word in (flag, str(options[name]))]
+    flags = [word for name, flag in named.items() for word in (flag, str(options[name])) if options[name] is not None]
     flags += [] if variant.direct else ["--buffered"]
     flags += ["--warm"] if plan.preload else []
     return [sys.executable, "-m", worker.__name__, "stoker", variant.model, *common, *flags]

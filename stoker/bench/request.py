@@ -34,7 +34,7 @@ class Request:
     policy: str = "lru"
     threads: int | None = None
     ctx_size: int | None = None
-    depth: int = 8
+    depth: int | None = None  # None: measured on the store at load
     buffered: bool = False
     prompt: int = 256
     decode: int = 64

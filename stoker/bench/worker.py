@@ -170,13 +170,24 @@ def _follow(runtime: Any, routes: str, weights: Any) -> Any:
 
 
 class LlamaEngine:
-    """llama.cpp through llama-cpp-python."""
+    """llama.cpp through llama-cpp-python. Weights that are mapped stay as they are; weights that are read are repacked.
+
+    Repacking makes a second copy of the weights in memory, so with mmap under a limit it would only be killed.
+    """
 
     def __init__(self, model: str, *, threads: int, ctx_size: int, mmap: bool = True) -> None:
         started = time.perf_counter()
         import llama_cpp
 
         self.version = llama_cpp.__version__
+        defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+        def parameters() -> Any:
+            found = defaults()
+            found.use_extra_bufts = not mmap
+            return found
+
+        llama_cpp.llama_cpp.llama_model_default_params = parameters
         self._model = llama_cpp.Llama(
             model,
             n_ctx=ctx_size,
@@ -273,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", default="auto")
     parser.add_argument("--path", default="auto")
     parser.add_argument("--policy", default="lru")
-    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--prefill-chunk", type=int, default=None)
     parser.add_argument("--buffered", action="store_true", help="stoker: read through the page cache")
     parser.add_argument("--routes", help="stoker: follow the routes of this file")

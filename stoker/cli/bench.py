@@ -34,7 +34,10 @@ def bench(
     policy: common.Policy = "lru",
     threads: common.Threads = None,
     ctx_size: common.CtxSize = None,
-    depth: Annotated[int, typer.Option(min=1, help="Reads in flight at once.", rich_help_panel="Loading")] = 8,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=1, help="Reads in flight at once; measured if not given.", rich_help_panel="Loading"),
+    ] = None,
     buffered: Annotated[
         bool, typer.Option("--buffered", help="Read through the page cache.", rich_help_panel="Loading")
     ] = False,

@@ -166,8 +166,8 @@ class KeptSlots(ABC):
 
     # Prefetch.
 
-    def prefetch(self, experts: Iterable[int], deadline_ns: int = 0) -> int:
-        """Start reading what is not there into slots that are free or may leave; returns how many were started."""
+    def prefetch(self, experts: Sequence[int], deadline_ns: int = 0, limit: int | None = None) -> int:
+        """Start reading what is not there into slots that are free or may leave, `limit` at most; how many it were."""
         self._reap()
         self.fresh.update(expert for expert in experts if expert in self.held)
         protected = self._protected() | self.fresh
@@ -175,6 +175,8 @@ class KeptSlots(ABC):
         for expert in experts:
             if expert in self.held:
                 continue
+            if started == limit:
+                break
             if self.take(expert, protected, prefetch=True, deadline_ns=deadline_ns) is None:
                 break
             self.fresh.add(expert)

@@ -116,13 +116,14 @@ class Residency:
 
     # Ahead of demand.
 
-    def prefetch(self, pool: int, experts: Sequence[int], deadline_ns: int = 0) -> int:
-        """hot: start reading `experts` below demand into slots that are free or may leave; how many reads were started.
+    def prefetch(self, pool: int, experts: Sequence[int], deadline_ns: int = 0, limit: int | None = None) -> int:
+        """hot: start reading `experts` below demand into slots that are free or may leave; how many reads were started,
+        `limit` at most.
 
         A read that has not started at `deadline_ns` (of time.monotonic_ns; 0: never) is dropped. Nothing pinned
         leaves for it.
         """
-        return self._kept_of(pool, "prefetch").prefetch(experts, deadline_ns)
+        return self._kept_of(pool, "prefetch").prefetch(experts, deadline_ns, limit)
 
     def cancel_prefetches(self, pool: int) -> int:
         """Give up the prefetches of a pool that have not started; returns how many."""
@@ -152,6 +153,10 @@ class Residency:
     def resident(self, pool: int) -> set[int]:
         """The experts of the pool that stay in memory between steps and are whole now."""
         return self._kept[pool].resident() if self._kept else set()
+
+    def complete(self, pool: int) -> bool:
+        """Whether every expert of the pool is in memory for good."""
+        return bool(self._kept) and self._kept[pool].complete
 
     def counters(self) -> dict[str, int | float]:
         """Counts since the start, with hit_rate, byte_hit_rate, on_time_ratio and waste_ratio."""

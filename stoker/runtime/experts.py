@@ -102,11 +102,12 @@ class StreamedExperts:
         path: Path,
         step: StepContext,
         scratch: Scratch,
+        prefetch: int = 0,
         recorder: Any = None,
     ) -> None:
         self.layer, self.pool, self.pool_experts = layer, pool, pool_experts
         self.kernel, self.residency, self.path = kernel, residency, path
-        self.step, self.scratch, self.recorder = step, scratch, recorder
+        self.step, self.scratch, self.prefetch, self.recorder = step, scratch, prefetch, recorder
         self.next: StreamedExperts | None = None
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
         self.replay: LayerReplay | None = None  # recorded routes instead of the gate's: benchmarks alone set it
@@ -142,13 +143,29 @@ class StreamedExperts:
 
     def _acquire(self, pairs: Pairs, hidden_TD: Tensor, out_PD: Tensor) -> None:
         with self.residency.acquire(self.pool, pairs.experts) as lease:
-            if self.path == "staged" and self.step.phase == "decode" and self.next is not None:
-                self.residency.stage(self.next.pool, self.next.look_ahead(hidden_TD))
+            if self.step.phase == "decode":
+                self._read_ahead(hidden_TD)
             if lease.all_present:
                 self._compute(pairs, range(len(pairs.experts)), lease.addresses, hidden_TD, out_PD)
                 return
             for positions, addresses in lease.arrivals():
                 self._compute(pairs, positions, addresses, hidden_TD, out_PD)
+
+    def _read_ahead(self, hidden_TD: Tensor) -> None:
+        """Submitted behind this layer's demand reads, so that the device works on while the last of them is computed.
+
+        Only the likelier half of a token's guesses is read on the hot path: the others are wrong too often to pay.
+        """
+        following = self.next
+        if self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(self.pool):
+            self.residency.cancel_prefetches(self.pool)  # what was guessed, has not started, and is not wanted
+        if following is None:
+            return
+        if self.path == "staged":
+            self.residency.stage(following.pool, following.look_ahead(hidden_TD))
+        elif self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(following.pool):
+            likely = following.look_ahead(hidden_TD, share=0.5)
+            self.residency.prefetch(following.pool, likely, limit=self.prefetch)
 
     def _whole_layer(self, pairs: Pairs, latest: list[int], hidden_TD: Tensor, out_PD: Tensor) -> None:
         """`latest`: experts that decode will probably want, most recent first; they stay where slots are free."""
@@ -169,14 +186,16 @@ class StreamedExperts:
             row_start, token, out = pairs.rows(positions)
         self.kernel.forward(slots, row_start, token, out, hidden_TD, out_PD)
 
-    def look_ahead(self, hidden_TD: Tensor) -> list[int]:
-        """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead."""
-        if self.replay is not None:
-            return self.replay.look_ahead(self.step.index, hidden_TD.shape[0])
+    def look_ahead(self, hidden_TD: Tensor, share: float = 1.0) -> list[int]:
+        """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead.
+
+        Most likely first; `share` of each token's choices is considered.
+        """
         if self.router is None:
             return []
-        index = self.router(hidden_TD)[-1]
-        return index.unique().tolist()
+        index_TK = self.router(hidden_TD)[-1]
+        ranks = max(1, round(share * index_TK.shape[1]))
+        return list(dict.fromkeys(index_TK[:, :ranks].T.flatten().tolist()))
 
 
 def _experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from stoker.native.io import ReadQueue
 from stoker.quant.formats import ExpertLayout
 from stoker.residency import Residency
 from stoker.runtime import budget, dense
+from stoker.runtime.depth import measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
 from stoker.runtime.kv import KVPool, PagedSequence
@@ -74,7 +75,11 @@ class Runtime:
         kernels.set_threads(threads)
         torch.set_num_threads(threads)
         started = time.perf_counter()
-        self.queue = ReadQueue(depth=options.depth, backend=options.io_backend, direct=options.direct)
+        self.depth, self.device_bytes_per_s = options.depth, 0.0
+        if self.depth is None:
+            found = measured_depth(store, backend=options.io_backend, direct=options.direct)
+            self.depth, self.device_bytes_per_s = found
+        self.queue = ReadQueue(depth=self.depth, backend=options.io_backend, direct=options.direct)
         self.residency = Residency(
             store,
             slots=list(ledger.slots),
@@ -115,6 +120,7 @@ class Runtime:
                 path=self.options.path,
                 step=self.step,
                 scratch=scratch,
+                prefetch=self.options.prefetch,
                 recorder=self.recorder,
             )
             for parameter in list(block.experts._parameters):
@@ -312,6 +318,8 @@ class Runtime:
             "load_seconds": self.load_seconds,
             "prefill_chunk": self.prefill_chunk,
             "path": self.options.path,
+            "depth": self.depth,
+            "device_bytes_per_s": self.device_bytes_per_s,
             "peak_rss_bytes": budget.peak_resident_bytes(),
             "fused": {
                 "attention": self.fusion.attention,

@@ -35,11 +35,12 @@ class Options:
     threads: int | None = None
     ctx_size: int = 4096
     prefill_chunk: int | None = None
-    depth: int = 8
+    depth: int | None = None  # reads in flight; None: measured on the store
     io_backend: str = "auto"
     direct: bool = True
     fuse: bool = True
     activation_bits: int = 16
+    prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class Options:
             raise OptionError("unknown path", where="--path", expected=", ".join(PATHS), got=self.path)
         if self.ctx_size < 1:
             raise OptionError("the context must hold a token", where="--ctx-size", got=self.ctx_size)
+        if self.prefetch < 0:
+            raise OptionError("a number of reads cannot be negative", where="--prefetch", got=self.prefetch)
         if self.activation_bits not in (8, 16):
             raise OptionError("activations are rounded to 8 or 16 bits", expected="8 or 16", got=self.activation_bits)
 
