@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from stoker.bench.judged import judge_result
 from stoker.bench.report import charts, parts
 from stoker.bench.report.ledger_section import ledger_figure
 from stoker.bench.report.parts import Cell
-from stoker.plan.evidence import of_result
-from stoker.plan.explain import Explanation, explain
+from stoker.plan.explain import Explanation
 from stoker.trace.measures import percentile
 
 SPEEDS = (("decode_tok_s", "Decode"), ("prefill_tok_s", "Prefill"))
@@ -65,7 +65,7 @@ def view(name: str, document: Figures) -> BenchView:
         list(document.get("notes", ())),
         document.get("provenance", {}),
         document.get("device_bytes_per_s"),
-        [explain(evidence) for evidence in of_result(document)],
+        judge_result(document),
     )
 
 
@@ -136,14 +136,17 @@ def _speed(view: BenchView, key: str, title: str) -> str:
     most = max(value["max"] for _, value in found)
 
     def draw(width: float) -> str:
-        label = min(240.0, width * 0.42)
-        scale, pitch = charts.Scale(0, most * 1.04, label, width - 60), 34.0
+        beside = width > 500  # on a narrow screen the name stands above its bar
+        label, pitch = (240.0, 34.0) if beside else (2.0, 48.0)
+        scale = charts.Scale(0, most * 1.04, label, width - 60)
         body = []
         for row, (name, value) in enumerate(found):
-            y, tip = row * pitch + 4, f"{name}: {_spread(value)} tok/s"
-            size = max(8, int((label - 8) / 6.6))
-            words = name if len(name) <= size else name[: size - 1] + "…"
-            body.append(charts.text(label - 8, y + 16, words, "end", "label"))
+            y, tip = (row + 1) * pitch - 30, f"{name}: {_spread(value)} tok/s"
+            body.append(
+                charts.text(label - 8, y + 16, name, "end", "label")
+                if beside
+                else charts.text(label, y - 3, name, "start", "label")
+            )
             body.append(charts.rect(label, y + 3, scale(value["median"]) - label, 18, _colour(view, row), tip))
             if value["n"] > 1:
                 low, high, at = scale(value["min"]), scale(value["max"]), y + 12

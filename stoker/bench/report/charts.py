@@ -16,7 +16,7 @@ from itertools import count
 
 import numpy as np
 
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 22.0, 34.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 18.0, 22.0, 34.0
 _numbers = count()
 
 

@@ -6,16 +6,15 @@ The result asks nothing of any network: no link, font, image or script from else
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from stoker import __version__
 from stoker.bench.report import bench_section, trace_data
 from stoker.bench.report.trace_section import anchor, trace_section
+from stoker.bench.results import read_result
 from stoker.errors import TraceError
 from stoker.trace.reader import Trace, is_trace
 
@@ -64,19 +63,6 @@ def section(path: Path) -> str:
 def _result(path: Path) -> str:
     document = read_result(path)
     return bench_section.bench_section(bench_section.view(path.name, document))
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """A benchmark result. Raises TraceError for a file that is none."""
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise TraceError("cannot be read", where=str(path), got=error.strerror) from error
-    except ValueError as error:
-        raise TraceError("is not JSON", where=str(path), got=error) from error
-    if not isinstance(document, dict) or "runs" not in document or not ("variants" in document or "cells" in document):
-        raise TraceError("is no benchmark result", where=str(path), expected="JSON of `stoker bench --out`")
-    return document
 
 
 def _about(trace: Trace) -> str:

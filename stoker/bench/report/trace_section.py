@@ -8,12 +8,11 @@ from html import escape
 
 import numpy as np
 
+from stoker.bench.judged import judge_trace
 from stoker.bench.report import charts, parts
 from stoker.bench.report.ledger_section import ledger_figure
 from stoker.bench.report.parts import Cell, percent
 from stoker.bench.report.trace_data import Curve, TraceView
-from stoker.plan.evidence import of_trace
-from stoker.plan.explain import explain
 from stoker.trace.measures import SAMPLES_NEEDED, percentile
 
 CLASSES = {
@@ -30,7 +29,7 @@ def trace_section(view: TraceView) -> str:
     return "".join(
         [
             parts.tiles(_tiles(view)),
-            parts.verdict([explain(of_trace(view.trace))]),
+            parts.verdict([judge_trace(view.trace)]),
             _over_time(view),
             _latency(view),
             _heat_map(view),
