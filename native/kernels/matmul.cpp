@@ -12,7 +12,6 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTokenBlock = 64;        // accumulators of a block stay in L1, its encoded rows in L2
 constexpr int64_t kFewColumns = 16384;      // about 4 microseconds of encoding
-constexpr int64_t kRunBytes = 96 * 1024;   // weight bytes that a thread takes at once, one forward stream
 
 int64_t tile_bytes(const Matrix& m) {
   switch (m.format) {
@@ -23,10 +22,15 @@ int64_t tile_bytes(const Matrix& m) {
   return 1;
 }
 
-int64_t tiles_per_run(const Matrix& m, int n_threads) {
-  const int64_t by_bytes = std::max<int64_t>(1, kRunBytes / std::max<int64_t>(1, tile_bytes(m)));
-  const int64_t by_balance = std::max<int64_t>(1, m.tiles() / (4 * n_threads));
-  return std::min(by_bytes, by_balance);
+// Takes the next run of tiles; false when none is left. Runs are long at first, because a thread that starts a new stream
+// of weights waits for the memory, and shorten to one tile, so that all threads end together.
+bool take_run(TileQueue& queue, int64_t tiles, int n_threads, int64_t& first, int64_t& last) {
+  first = queue.next.load(std::memory_order_relaxed);
+  do {
+    if (first >= tiles) return false;
+    last = first + std::max<int64_t>(1, (tiles - first) / (2 * n_threads));
+  } while (!queue.next.compare_exchange_weak(first, last, std::memory_order_relaxed));
+  return true;
 }
 
 void store(const Matrix& m, const float* acc, int64_t n_tokens, int64_t tile, float* out, int64_t out_stride) {
@@ -62,11 +66,9 @@ void multiply_tiles(const Matrix& m, const EncodedRows& x, int64_t token0, int64
 }
 
 void multiply_in_region(const Matrix& m, const EncodedRows& x, float* out, int64_t out_stride, TileQueue& queue) {
-  const int64_t run = tiles_per_run(m, pool().size()), tiles = m.tiles();
-  for (;;) {
-    const int64_t tile = queue.next.fetch_add(run, std::memory_order_relaxed);
-    if (tile >= tiles) return;
-    multiply_tiles(m, x, 0, x.tokens, tile, std::min(tile + run, tiles), out, out_stride);
+  const int n_threads = pool().size();
+  for (int64_t first, last; take_run(queue, m.tiles(), n_threads, first, last);) {
+    multiply_tiles(m, x, 0, x.tokens, first, last, out, out_stride);
   }
 }
 
