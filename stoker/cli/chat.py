@@ -36,6 +36,7 @@ def chat(
     threads: common.Threads = None,
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
+    activation_bits: common.ActivationBits = 16,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
@@ -49,7 +50,7 @@ def chat(
     """Converse, streaming; /help lists what can be said to the program instead of the model."""
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace)
+    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits)
     with common.load_model(loading) as loaded:
         if not loaded.has_chat_template:
             raise OptionError(

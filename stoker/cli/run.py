@@ -4,12 +4,15 @@ The answer goes to stdout, the ledger and the closing line to stderr; with --jso
 """
 
 import json
+import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.cli import common
 from stoker.cli.common import INTERRUPTED, Loading, note
+from stoker.cli.live import Live, check_terminal
 from stoker.errors import OptionError
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ def run(
     threads: common.Threads = None,
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
+    activation_bits: common.ActivationBits = 16,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     chat: Annotated[
@@ -43,6 +47,9 @@ def run(
     min_p: common.MinP = None,
     repetition_penalty: common.RepetitionPenalty = None,
     seed: common.Seed = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show speed, stall, hits, reads and memory in the terminal's last lines.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, usage, timings, ledger, stats.")
     ] = False,
@@ -52,14 +59,16 @@ def run(
         raise OptionError("--system needs the chat template", where="--system", remedy="leave out --raw or --system")
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
+    if live:
+        check_terminal(sys.stderr)
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace)
+    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits)
     with common.load_model(loading) as loaded:
         if as_json:
-            result = _silent(loaded, _prompt(loaded, text, chat, system), options)
+            result = _silent(loaded, _prompt(loaded, text, chat, system), options, live)
             print(json.dumps(_report(loaded, loading, result), ensure_ascii=False))
         else:
-            result = _streamed(loaded, loading, _prompt(loaded, text, chat, system), options)
+            result = _streamed(loaded, loading, _prompt(loaded, text, chat, system), options, live)
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -72,19 +81,27 @@ def _prompt(model: "Model", text: str, chat: bool | None, system: str | None) ->
     return text
 
 
-def _streamed(model: "Model", loading: Loading, prompt: "Prompt", options: dict[str, Any]) -> "Result":
-    with model.stream(prompt, on_prefill=common.prefill_progress, **options) as stream:
+def _streamed(model: "Model", loading: Loading, prompt: "Prompt", options: dict[str, Any], live: bool) -> "Result":
+    watch = Live(model, sys.stderr) if live else None
+    on_prefill = watch.on_prefill if watch is not None else common.prefill_progress
+    with model.stream(prompt, on_prefill=on_prefill, **options) as stream:
         common.show_ledger(model, loading)
-        with common.interruptible(stream):
-            common.write_pieces(stream)
+        with common.interruptible(stream), watch or nullcontext():
+            common.write_pieces(watch.watched(stream) if watch is not None else stream)
     print(flush=True)
     note(stream.result.closing_line())
     return stream.result
 
 
-def _silent(model: "Model", prompt: "Prompt", options: dict[str, Any]) -> "Result":
-    with model.stream(prompt, **options) as stream, common.interruptible(stream):
-        for _ in stream:
+def _silent(model: "Model", prompt: "Prompt", options: dict[str, Any], live: bool) -> "Result":
+    watch = Live(model, sys.stderr) if live else None
+    on_prefill = watch.on_prefill if watch is not None else None
+    with (
+        model.stream(prompt, on_prefill=on_prefill, **options) as stream,
+        common.interruptible(stream),
+        watch or nullcontext(),
+    ):
+        for _ in watch.watched(stream) if watch is not None else stream:
             pass
     return stream.result
 

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from stoker.errors import OptionError, StokerError
 from stoker.native import kernels
 from stoker.native.io import ReadQueue
-from stoker.quant.formats import ExpertLayout
 from stoker.residency import Residency
 from stoker.runtime import budget, dense
 from stoker.runtime.depth import measured_depth
@@ -114,7 +113,7 @@ class Runtime:
                 pool=pool.id,
                 pool_experts=pool.experts,
                 kernel=kernels.Experts(
-                    pool.layout, name, alpha=alpha, limit=limit, activation_bits=self._expert_bits(pool.layout)
+                    pool.layout, name, alpha=alpha, limit=limit, activation_bits=self.options.activation_bits
                 ),
                 residency=self.residency,
                 path=self.options.path,
@@ -129,14 +128,6 @@ class Runtime:
             if previous is not None:
                 previous.next = streamed
             previous = streamed
-
-    def _expert_bits(self, layout: ExpertLayout) -> int:
-        """Affine experts stay at 8 bits, which saves a third of their prefill; bf16 ones are as fine as dense layers.
-
-        So are those of models with linear attention: its recurrent state carries a rounding on to all later tokens.
-        """
-        recurrent = "linear_attention" in (getattr(self.config, "layer_types", None) or ())
-        return self.options.activation_bits if recurrent or layout.gate.spec.format.kind == "bf16" else 8
 
     def _attach_routers(self) -> None:
         """Let each layer's gate be asked early, where it needs the hidden state alone."""

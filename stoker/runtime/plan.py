@@ -39,7 +39,7 @@ class Options:
     io_backend: str = "auto"
     direct: bool = True
     fuse: bool = True
-    activation_bits: int = 16
+    activation_bits: int = 16  # how finely kernels round their inputs; 8 is up to 1.5 times faster at prefill
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
 
