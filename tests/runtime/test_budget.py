@@ -44,7 +44,8 @@ def test_a_forgotten_unit_is_named() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536 * MIB, "1.50 GiB"), (640 * MIB, "640 MiB"),
-     (1023 * MIB + 900 * 1024, "1.00 GiB"), (12 * GIB + GIB // 4, "12.2 GiB"), (1 << 50, "1024 TiB"), (-MIB, "-1.00 MiB")],
+     (1023 * MIB + 900 * 1024, "1.00 GiB"), (12 * GIB + GIB // 4, "12.2 GiB"), (1 << 50, "1024 TiB"),
+     (-MIB, "-1.00 MiB")],
 )  # fmt: skip
 def test_sizes_for_people(nbytes: int, text: str) -> None:
     assert budget.format_bytes(nbytes) == text
@@ -113,7 +114,8 @@ def test_v1_limits_and_its_way_to_say_unlimited(tmp_path: Path) -> None:
     unlimited = 9223372036854771712
     group(root, "sys/fs/cgroup/memory", memory__limit_in_bytes=unlimited, memory__usage_in_bytes=9 * GIB)
     group(root, "sys/fs/cgroup/memory/a", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=GIB,
-          memory__stat=f"cache 1\nactive_file 7\ninactive_file 7\ntotal_active_file 0\ntotal_inactive_file {GIB}")  # fmt: skip
+          memory__stat="cache 1\nactive_file 7\ninactive_file 7\ntotal_active_file 0\n"
+          f"total_inactive_file {GIB}")  # fmt: skip
     group(root, "sys/fs/cgroup/memory/a/b", memory__limit_in_bytes=unlimited, memory__usage_in_bytes=GIB)
     limits = budget.memory_limits(root)
     assert [limit.name for limit in limits[1:]] == ["cgroup v1 /a"]
