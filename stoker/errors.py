@@ -13,7 +13,13 @@ class StokerError(Exception):
     exit_code = 1
 
     def __init__(
-        self, what: str, *, where: str | None = None, expected: object = None, got: object = None, remedy: str | None = None
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: object = None,
+        got: object = None,
+        remedy: str | None = None,
     ) -> None:
         self.what, self.where, self.expected, self.got, self.remedy = what, where, expected, got, remedy
         super().__init__(self.render())

@@ -111,7 +111,10 @@ class Attention:
         self.rotary_dim, self.width, self.out_width = rotary_dim, q.cols, o.rows
         self._held = (q, k, v, o, q_norm, k_norm, sinks)
         self._native = _kernels.make_attention(
-            *(m.native for m in (q, k, v, o)),
+            q.native,
+            k.native,
+            v.native,
+            o.native,
             n_heads,
             n_kv_heads,
             head_dim,
@@ -205,9 +208,17 @@ class _Step:
             pos,
             start,
         )
-        addresses = [t.data_ptr() for t in (cos, sin, table, seq, pos, start)]
         self.native = _kernels.AttentionStep(
-            n_tokens, *addresses[:2], kv_base, start.shape[0], table.shape[1], *addresses[2:]
+            n_tokens,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            kv_base,
+            start.shape[0],
+            table.shape[1],
+            table.data_ptr(),
+            seq.data_ptr(),
+            pos.data_ptr(),
+            start.data_ptr(),
         )
 
 

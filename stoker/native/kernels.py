@@ -140,8 +140,8 @@ class Experts:
         self.layout, self.activation = layout, activation
         self.width = layout.down.spec.rows
         code = ACTIVATIONS.index(activation)  # the order of the native enumeration
-        parts = [_native_placed(placed, activation_bits) for placed in (layout.gate, layout.up, layout.down)]
-        self._native = _kernels.Experts(*parts, code, alpha, limit)
+        gate, up, down = (_native_placed(placed, activation_bits) for placed in (layout.gate, layout.up, layout.down))
+        self._native = _kernels.Experts(gate, up, down, code, alpha, limit)
 
     def forward(
         self, addresses: Tensor, row_start: Tensor, token_of_row: Tensor, out_row: Tensor, x_TD: Tensor, out_PD: Tensor

@@ -2,7 +2,8 @@
 
 Rows are grouped in tiles of 16; the last tile is padded with zero rows. Codes are u32 words [tiles, words, 16], so that
 64 consecutive bytes hold the same few columns of 16 rows. Scales and biases are 16-bit [tiles, cols/group, 16].
-Within a word the bits are those of MLX's affine checkpoints (low bits first, little-endian): tile16 only moves whole words.
+Within a word the bits are those of MLX's affine checkpoints (low bits first, little-endian): tile16 only moves whole
+words.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ ScaleDtype = Literal["bf16", "f16"]
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How one matrix is stored. `bits`, `group_size` and `scale_dtype` apply to affine alone (w = scale * code + bias)."""
+    """How one matrix is stored. `bits`, `group_size`, `scale_dtype` apply to affine alone (w = scale * code + bias)."""
 
     kind: Kind
     bits: int = 0
@@ -93,7 +94,7 @@ def align(offset: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class PlacedMatrix:
-    """A matrix inside a record: byte offsets from the record's start, each a multiple of 64. Absent parts have offset 0."""
+    """A matrix inside a record: byte offsets from its start, each a multiple of 64. Absent parts have offset 0."""
 
     spec: MatrixSpec
     codes: int

@@ -292,6 +292,7 @@ class StreamLease:
 
     in_waves = True
     all_present = False
+    addresses: Sequence[int] = ()
 
     def __init__(self, stream: Iterator[Arrival]) -> None:
         self._stream: Iterator[Arrival] | None = stream

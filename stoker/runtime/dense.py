@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +121,8 @@ class _Loader:
     def _set(self, name: str, data: Tensor) -> None:
         path, attribute = name.rsplit(".", 1)
         module = self.model.get_submodule(path)
-        slot = module._parameters if attribute in module._parameters else module._buffers
-        wanted = tuple(slot[attribute].shape)  # type: ignore[union-attr]
+        slot: Any = module._parameters if attribute in module._parameters else module._buffers
+        wanted = tuple(slot[attribute].shape)
         if wanted != tuple(data.shape):
             raise StoreError(
                 "the tensor's shape is not the model's",

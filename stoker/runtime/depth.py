@@ -42,7 +42,8 @@ def measured_depth(store: Store, *, backend: str = "auto", direct: bool = True) 
 def _rate(records: list[Extent], arena: Arena, depth: int, longest: int, chosen: random.Random, backend: str) -> float:
     with ReadQueue(depth=depth, backend=backend) as queue:
         files = {extent.file: queue.open(extent.file) for extent in {r.file: r for r in records}.values()}
-        started, done, tickets = time.perf_counter(), 0, []
+        started, done = time.perf_counter(), 0
+        tickets: list[tuple[int, int]] = []
         while done + len(tickets) * longest < MEASURE_BYTES and time.perf_counter() - started < MEASURE_SECONDS:
             extent = chosen.choice(records)
             slot = arena.address + (done // longest + len(tickets)) % depth * longest

@@ -177,7 +177,7 @@ class StreamedExperts:
             self._compute(pairs, positions, addresses, hidden_TD, out_PD)
 
     def _compute(
-        self, pairs: Pairs, positions: Sequence[int], addresses: list[int], hidden_TD: Tensor, out_PD: Tensor
+        self, pairs: Pairs, positions: Sequence[int], addresses: Sequence[int], hidden_TD: Tensor, out_PD: Tensor
     ) -> None:
         slots = torch.tensor(addresses, dtype=torch.int64)
         if list(positions) == list(range(len(pairs.experts))):
