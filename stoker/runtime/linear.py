@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stoker.native import kernels
+from stoker.native.kernels import Matrix, gather_rows, matmul
 
 
 class QuantLinear(nn.Module):
     """y = W x + b for a quantised W [out, in]; x float32 [..., in] -> float32 [..., out]."""
 
-    def __init__(self, matrix: kernels.Matrix) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         super().__init__()
         self.matrix = matrix
         self.in_features, self.out_features = matrix.cols, matrix.rows
@@ -23,7 +23,7 @@ class QuantLinear(nn.Module):
         flat_TC = x.reshape(-1, self.in_features)
         if not flat_TC.is_contiguous():
             flat_TC = flat_TC.contiguous()
-        return kernels.matmul(self.matrix, flat_TC).view(*x.shape[:-1], self.out_features)
+        return matmul(self.matrix, flat_TC).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, {self.matrix.spec.format.label()}"
@@ -32,14 +32,14 @@ class QuantLinear(nn.Module):
 class QuantEmbedding(nn.Module):
     """Rows of a quantised table [V, D]: ids int64 [...] -> float32 [..., D]."""
 
-    def __init__(self, matrix: kernels.Matrix) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         super().__init__()
         self.matrix = matrix
         self.num_embeddings, self.embedding_dim = matrix.rows, matrix.cols
 
     def forward(self, ids: Tensor) -> Tensor:
         flat_T = ids.reshape(-1).to(torch.int64).contiguous()
-        return kernels.gather_rows(self.matrix, flat_T).view(*ids.shape, self.embedding_dim)
+        return gather_rows(self.matrix, flat_T).view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.matrix.spec.format.label()}"
