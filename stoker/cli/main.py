@@ -19,7 +19,7 @@ from stoker.cli.common import INTERRUPTED
 from stoker.errors import StokerError
 
 BROKEN_PIPE = 141
-_NOT_COMMANDS = ("__init__", "main", "common")
+_NOT_COMMANDS = ("__init__", "main", "common", "live")
 # Commands in the order of their use; those that are not named here follow by name.
 _ORDER = ("run", "chat", "serve", "pull", "pack", "verify", "inspect", "doctor", "synth", "trace", "simulate", "bench")
 

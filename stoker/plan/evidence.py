@@ -6,21 +6,23 @@ Reads columns and plain documents; judges nothing (explain.py does). No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from stoker.errors import OptionError
 from stoker.plan.curves import lru_hits_by_size
 from stoker.plan.replay import replay
-from stoker.plan.routes import from_trace
+from stoker.plan.routes import Routes, from_trace
 from stoker.trace.events import Phase, ReadClass
 from stoker.trace.reader import Trace
 from stoker.trace.summary import busy_ns, summarise
 
-CURVE_TOKENS = 300
+CURVE_TOKENS = 300  # enough to be stable, and a verdict comes in seconds
 LEAST_CURVE_TOKENS = 20
-RIVALS = ("decayed-lfu", "lfru", "s3-fifo", "arc")
+ONLINE = ("lru", "decayed-lfu", "lfru", "s3-fifo", "arc")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Evidence:
     read_bytes: what was read; busy_ms: time with a read in service; lanes: mean reads in service while busy; needed,
     misses: experts. needed_per_event: distinct experts that one layer of one step needs. slots: expert slots a layer.
     rereads: bytes that the device delivered for each byte that was asked for. hit_rate_with(s): LRU's hit rate with s
-    slots a layer, from the run's own routes; best_policy: the best other policy and its hit rate at the run's slots.
+    slots a layer, from the run's own routes; best_policy: the best online policy at the run's slots, and what it hits
+    above LRU.
     """
 
     source: str
@@ -138,11 +141,19 @@ def _with_curve(found: Evidence, trace: Trace) -> Evidence:
     best = None
     most = max(int(s.needed.max(initial=1)) for s in routes.streams)
     if found.slots is not None and most <= found.slots < routes.experts:
-        rates = [(replay(routes, name, int(found.slots), warm_up).hit_rate, name) for name in ("lru", *RIVALS)]
-        rate, name = max(rates)
-        best = (name, rate - rates[0][0])
+        rate, name = best_online(routes, int(found.slots), warm_up)
+        best = (name, rate - replay(routes, "lru", int(found.slots), warm_up).hit_rate)
     sizes = np.arange(len(hits))
     return replace(found, hit_rate_with=lambda slots: float(np.interp(slots, sizes, hits)), best_policy=best)
+
+
+def best_online(routes: Routes, slots: int, warm_up: int) -> tuple[float, str]:
+    """The highest hit rate of the online policies at `slots` a layer, and which policy has it."""
+    found = []
+    for policy in ONLINE:
+        with suppress(OptionError):  # a policy that needs more slots than these
+            found.append((replay(routes, policy, slots, warm_up).hit_rate, policy))
+    return max(found)
 
 
 def of_result(document: Mapping[str, Any]) -> list[Evidence]:

@@ -28,6 +28,7 @@ NEVER_HITS = 0.02
 NEAR_THE_DEVICE = 0.7  # of its rate: more parallel reads would gain little
 FEW_LANES = 1.5
 REREADS = 1.5
+FAULTED = 0.2  # of a token's time, were its bytes read at the device's rate
 WASTE = 0.3  # of the bytes read
 POLICY_GAIN = 0.015  # hit rate: less is not worth a change
 
@@ -147,6 +148,12 @@ def _starved(e: Evidence) -> tuple[str, Change] | None:
             "more memory, or explicit reads of whole experts instead of page faults",
             None if least is None else min(least, e.token_ms),
         )
+    faulted_ms = e.read_bytes / e.device_bytes_s * 1e3 if e.device_bytes_s else 0.0
+    if e.stall_ms is None and not experts and faulted_ms > FAULTED * e.token_ms:
+        because = (
+            f"the model is mapped, and a token of {e.token_ms:.0f} ms brings in {_mb(e.read_bytes)} by page faults"
+        )
+        return because, Change("more memory, or explicit reads of whole experts instead of page faults", faulted_ms)
     return None
 
 

@@ -53,6 +53,7 @@ def test_the_parts_of_a_token() -> None:
         ("prefetch waste", {"prefetch_bytes": 300.0 * MB, "wasted_bytes": 200.0 * MB}),
         ("page cache starved", {"through_page_cache": True, "rereads": 4.0}),
         ("page cache starved", {"through_page_cache": True, "stall_ms": None, "read_bytes": 900.0 * MB}),
+        ("page cache starved", {"through_page_cache": True, "stall_ms": None, "needed": None, "record_bytes": None}),
         ("device bytes", {"through_page_cache": True, "rereads": 1.05}),
         ("nothing measured", {"tokens": 0, "prefill_tokens": 0}),
     ],

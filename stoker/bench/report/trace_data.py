@@ -10,18 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from stoker.errors import OptionError
 from stoker.plan.curves import lru_hits_by_size
+from stoker.plan.evidence import CURVE_TOKENS, LEAST_CURVE_TOKENS, best_online
 from stoker.plan.replay import replay
-from stoker.plan.routes import Routes, from_trace
+from stoker.plan.routes import from_trace
 from stoker.trace.events import Phase, ReadClass
 from stoker.trace.reader import Trace
 from stoker.trace.summary import between_steps_ms, summarise
 
-# What the curve replays at most: enough to be stable, and a page comes in seconds.
-CURVE_TOKENS = 300
 CURVE_SHARES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.75)
-RIVALS = ("lru", "decayed-lfu", "lfru", "s3-fifo", "arc")
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ def bytes_by_phase(trace: Trace, steps: dict[str, np.ndarray]) -> dict[str, dict
 
 def hit_curve(trace: Trace) -> Curve | None:
     """LRU at every size, the best online policy and MIN at some, on the decode steps; None where there are too few."""
-    if int((trace.column("step.phase") == Phase.DECODE).sum()) < 20:
+    if int((trace.column("step.phase") == Phase.DECODE).sum()) < LEAST_CURVE_TOKENS:
         return None
     routes = from_trace(trace)
     routes = routes.between(0, min(routes.steps, CURVE_TOKENS))
@@ -199,19 +196,9 @@ def hit_curve(trace: Trace) -> Curve | None:
     sizes = sorted({max(floor, round(share * routes.experts)) for share in CURVE_SHARES})
     best, least = [], []
     for size in sizes:
-        rate, policy = max(_rates(routes, size, warm_up))
+        rate, policy = best_online(routes, size, warm_up)
         best.append((size / routes.experts, rate, policy))
         least.append((size / routes.experts, replay(routes, "min", size, warm_up).hit_rate))
     lru = [(size / routes.experts, float(hits[size]) / needed) for size in range(floor, routes.experts + 1)]
     whole = lru[-1][1]
     return Curve(lru, [*best, (1.0, whole, "any")], [*least, (1.0, whole)], routes.steps, warm_up)
-
-
-def _rates(routes: Routes, size: int, warm_up: int) -> list[tuple[float, str]]:
-    found = []
-    for policy in RIVALS:
-        try:
-            found.append((replay(routes, policy, size, warm_up).hit_rate, policy))
-        except OptionError:  # a policy that needs more slots than these
-            continue
-    return found or [(0.0, "none")]
