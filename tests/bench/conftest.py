@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,8 +50,8 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Grant so many slots a layer: a budget cannot be cut that finely around a test process of 400 MB."""
 
     def grant(count: int) -> None:
-        def planned(budget: int, needs: ledger.Needs) -> ledger.Ledger:
-            return dataclasses.replace(ledger.plan_memory(budget, needs), slots=(count,) * len(needs.pools))
+        def planned(budget: int, needs: ledger.Needs, **more: Any) -> ledger.Ledger:
+            return dataclasses.replace(ledger.plan_memory(budget, needs, **more), slots=(count,) * len(needs.pools))
 
         monkeypatch.setattr(plan, "plan_memory", planned)
 

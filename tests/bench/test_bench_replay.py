@@ -47,7 +47,7 @@ def test_hits_are_those_of_the_simulator(
     mini: Path, npz: Path, routes_LTK: np.ndarray, slots: Callable[[int], None]
 ) -> None:
     slots(6)
-    engine = StokerEngine(str(mini), {**OPTIONS, "path": "hot"}, routes=str(npz))
+    engine = StokerEngine(str(mini), {**OPTIONS, "path": "hot", "prefetch": 0}, routes=str(npz))
     figures = session(engine, [1], list(range(149)), warmup=49)
     engine.close()
     simulated = replay(from_array(routes_LTK, n_experts=16), "lru", 6, warm_up_steps=50)
