@@ -2,7 +2,7 @@
 
     python benchmarks/forecast.py --store STORE [--demo STORE] [--routes NAME.npz ...] [--repeats 3] [--only WORD ...]
 
-The profile is measured first, by `stoker probe`'s own code, on the disk of the store. Configurations are forecast twice,
+The profile is measured first, as `stoker probe` does, on the disk of the store. Configurations are forecast twice,
 with routing as in the run (replayed: this judges the model of the machine) and with the routing that `stoker
 predict` assumes (this is what a user gets). What other programs took of the processor during a run is recorded; a
 run in which they took more than --busy is repeated, and marked where it never was quiet.

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.plan.sizes import ModelShape
 from stoker.runtime.ledger import Ledger, Needs, PoolNeed, floor_bytes, plan_memory
-from stoker.runtime.plan import CHUNKS, SCRATCH_FLOOR, SCRATCH_SHARE, scratch_bytes
+from stoker.runtime.plan import CHUNKS, _chunk, scratch_bytes
 from stoker.store.manifest import Manifest
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -39,18 +39,23 @@ class Divider:
 
     def chunk(self, budget: int) -> int:
         """Tokens of one prefill step."""
-        allowed = max(SCRATCH_SHARE * budget, SCRATCH_FLOOR)
-        fitting = (tokens for tokens in CHUNKS if self._scratch(tokens) <= allowed)
-        return min(next(fitting, CHUNKS[-1]), self.ctx_tokens)
+        return self._chunk(budget)[0]
 
-    def needs(self, budget: int) -> Needs:
+    def _chunk(self, budget: int) -> tuple[int, int]:
+        """(tokens, bytes of scratch) of one prefill step."""
+        needs = self.needs()
+        room = budget - floor_bytes(needs) + needs.scratch_bytes
+        return _chunk(self._store, self._config, budget, room, self.ctx_tokens)
+
+    def needs(self) -> Needs:
+        """With the shortest prefill step."""
         pools = tuple(PoolNeed(pool.experts, pool.layout.record_bytes, self.shape.top_k) for pool in self._store.pools)
         blocks = -(-self.ctx_tokens // KV_BLOCK_TOKENS)
         return Needs(
             process_bytes=self.process_bytes + TOKENIZER_BYTES * self.shape.vocabulary,
             dense_bytes=self.shape.dense_bytes,
             kv_bytes=blocks * KV_BLOCK_TOKENS * self.shape.kv_token_bytes,
-            scratch_bytes=self._scratch(self.chunk(budget)),
+            scratch_bytes=self._scratch(min(CHUNKS[-1], self.ctx_tokens)),
             pools=pools,
             ctx_tokens=self.ctx_tokens,
             kv_token_bytes=self.shape.kv_token_bytes,
@@ -58,18 +63,21 @@ class Divider:
 
     def divide(self, budget: int) -> Ledger:
         """Raises BudgetError below the floor, with the floor."""
-        return plan_memory(budget, self.needs(budget))
+        return plan_memory(budget, self.needs(), scratch_bytes=self._chunk(budget)[1])
 
     @property
     def floor_bytes(self) -> int:
         """The smallest budget that works."""
-        return floor_bytes(self.needs(0))
+        return floor_bytes(self.needs())
 
     @property
     def whole_bytes(self) -> int:
         """From here on every expert is in memory."""
-        spare = floor_bytes(self.needs(1 << 50)) - sum(
-            min(self.shape.top_k, pool.experts) * pool.layout.record_bytes for pool in self._store.pools
+        longest = self._scratch(min(CHUNKS[0], self.ctx_tokens)) - self.needs().scratch_bytes
+        spare = (
+            self.floor_bytes
+            + longest
+            - sum(min(self.shape.top_k, pool.experts) * pool.layout.record_bytes for pool in self._store.pools)
         )
         return spare + self.shape.expert_bytes
 

@@ -26,7 +26,7 @@ EXPERT_MACS, DENSE_MACS = 3 * HIDDEN * WIDTH, 4096 * HIDDEN
 DENSE_TOKENS = (1, 8, 32, 128, 512)
 EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXPERTS_A_CALL = 8
-DENSE_BITS, EXPERT_BITS = 16, 8  # how finely the engine rounds activations
+DENSE_BITS, EXPERT_BITS = 16, 16  # how finely the engine rounds activations
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
 SHORT, LONG, PREFILL = 64, 8192, 512
 

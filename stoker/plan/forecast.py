@@ -10,12 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stoker.plan.forecast_layers import LayerTimes, ReadAhead, simulate
 from stoker.plan.forecast_routing import Routing, hit_rate
 from stoker.plan.profile import Profile, rate_at
 from stoker.plan.sizes import ModelShape
 
 Quartile = Literal["last", "low", "high"]
-STAGED_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
+GATE_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
+LIKELY_SHARE = 0.5  # of a token's guesses that are read ahead
 FIFO_LOSS = 0.04  # hit rate of first in, first out below LRU's
 PLAIN_BYTES = 4
 
@@ -31,6 +33,7 @@ class Setting:
     policy: str = "lru"
     depth: int = 8
     direct: bool = True
+    prefetch: int = 3
 
 
 @dataclass(frozen=True)
@@ -116,21 +119,50 @@ def decode(
     plain_s = shape.plain_layer_bytes / max(kernels.read_bytes_s.values())
     dense_ms = 1e3 * shape.layers * (shape.dense_layer_bytes / kernels.matvec_bytes_s + plain_s)
     macs = 2 * shape.heads * shape.head_dim * context * shape.attention_layers
+    attention_ms = 1e3 * macs / kernels.attention_macs_s["decode"]
+    layers_ms = (shape.layers - shape.plain_attention) * costs.layer_ms + shape.plain_attention * costs.plain_layer_ms
     missed = misses_of(shape, setting, routing)
     expected = float(missed @ np.arange(len(missed)))
-    experts_ms, stall_ms = experts_phase(shape, machine, setting, missed)
-    layers_ms = (shape.layers - shape.plain_attention) * costs.layer_ms + shape.plain_attention * costs.plain_layer_ms
+    misses_ms = expected * costs.miss_ms
+    between_ms = (dense_ms + attention_ms + layers_ms) / shape.layers + misses_ms
+    layer = simulate(missed, times_of(shape, machine, setting, between_ms), read_ahead(shape, setting))
     return TokenForecast(
         dense_ms=dense_ms,
-        attention_ms=1e3 * macs / kernels.attention_macs_s["decode"],
-        overhead_ms=costs.step_ms + layers_ms + shape.moe_layers * expected * costs.miss_ms,
-        experts_ms=shape.moe_layers * experts_ms,
-        stall_ms=shape.moe_layers * stall_ms,
+        attention_ms=attention_ms,
+        overhead_ms=costs.step_ms + layers_ms + shape.moe_layers * misses_ms,
+        experts_ms=shape.moe_layers * layer.experts_ms,
+        stall_ms=shape.moe_layers * layer.stall_ms,
         head_ms=1e3 * shape.head_bytes / kernels.matvec_bytes_s,
         misses=shape.moe_layers * expected,
-        read_bytes=shape.moe_layers * expected * shape.record_bytes,
+        read_bytes=shape.moe_layers * layer.reads * shape.record_bytes,
         hit_rate=hit_rate(missed),
     )
+
+
+def times_of(shape: ModelShape, machine: Machine, setting: Setting, between_ms: float) -> LayerTimes:
+    """One layer's times. A read from idle takes a burst of one; each further one what eight at once add."""
+    kernels = machine.profile.kernels
+    first_ms = machine.burst_ms(shape.record_bytes, 1)[1]
+    each_ms = max(0.0, machine.burst_ms(shape.record_bytes, 8)[1] - first_ms) / 7
+    if setting.depth == 1:
+        each_ms = max(each_ms, first_ms)
+    return LayerTimes(
+        between_ms=between_ms,
+        together_ms=1e3 * shape.record_bytes / kernels.experts_bytes_s,
+        alone_ms=1e3 * shape.record_bytes / kernels.lone_expert_bytes_s,
+        first_ms=first_ms,
+        each_ms=each_ms,
+    )
+
+
+def read_ahead(shape: ModelShape, setting: Setting) -> ReadAhead | None:
+    """What the engine reads for the next layer while this one waits; None where it does not."""
+    strange = 1 - min(1.0, setting.slots / shape.experts)
+    if setting.path == "staged":
+        return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange)
+    if setting.path in ("auto", "hot") and setting.prefetch:
+        return ReadAhead(setting.prefetch, LIKELY_SHARE, GATE_RECALL, strange)
+    return None
 
 
 def misses_of(shape: ModelShape, setting: Setting, routing: Routing) -> np.ndarray:
@@ -149,38 +181,6 @@ def misses_of(shape: ModelShape, setting: Setting, routing: Routing) -> np.ndarr
     shifted = (1 - share) * found + share * first_in
     shifted[-1] += share * found[-1]
     return shifted
-
-
-def experts_phase(
-    shape: ModelShape, machine: Machine, setting: Setting, missed: np.ndarray, ahead_ms: float = 0.0
-) -> tuple[float, float]:
-    """(computing, waiting) ms of one layer's experts, the mean over the distribution of misses."""
-    computing, waiting = 0.0, 0.0
-    kernels = machine.profile.kernels
-    together_ms = 1e3 * shape.record_bytes / kernels.experts_bytes_s
-    alone_ms = 1e3 * shape.record_bytes / kernels.lone_expert_bytes_s
-    for misses, weight in enumerate(missed):
-        hits = shape.top_k - misses
-        hits_ms = hits * together_ms if hits > 1 else hits * alone_ms
-        end_ms = arrivals_ms(machine, shape.record_bytes, misses, setting.depth, hits_ms, alone_ms)
-        busy_ms = hits_ms + misses * alone_ms
-        computing += weight * busy_ms
-        waiting += weight * max(0.0, end_ms - busy_ms - ahead_ms)
-    return computing, waiting
-
-
-def arrivals_ms(machine: Machine, record_bytes: int, misses: int, depth: int, hits_ms: float, each_ms: float) -> float:
-    """When the last of the misses is computed, counted from the need: hits first, then each miss as it lands."""
-    if misses == 0:
-        return hits_ms
-    first, last = machine.burst_ms(record_bytes, misses)
-    if depth < misses:  # no more than `depth` under way at once
-        last = max(last, machine.burst_ms(record_bytes, depth)[1] * misses / depth)
-    end = hits_ms
-    for index in range(misses):
-        lands = first + (last - first) * index / max(1, misses - 1)
-        end = max(end, lands) + each_ms
-    return end
 
 
 def prefill(

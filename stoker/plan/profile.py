@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

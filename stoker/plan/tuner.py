@@ -16,7 +16,7 @@ from typing import Any
 from stoker.plan.planner import Choice
 from stoker.plan.profile import cache_directory
 
-VERSION = 1
+VERSION = 2
 LEAST_GAIN = 1.02  # of the median pair
 SAME_BUDGET = 0.12  # a choice serves budgets that differ by no more than this share
 

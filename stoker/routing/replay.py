@@ -79,16 +79,20 @@ class RouteReplay:
         if step != self._step:
             self._step, self._first = step, self._next
             self._next = (self._next + tokens) % self.tokens
-        places = (self._first + np.arange(tokens)) % self.tokens
-        return self.experts_LTK[index, places]
+        end = self._first + tokens
+        if end <= self.tokens:
+            return self.experts_LTK[index, self._first : end]
+        return self.experts_LTK[index, np.arange(self._first, end) % self.tokens]
 
-    def guess(self, index: int, step: int, tokens: int) -> list[int]:
-        """A look ahead: each true choice with probability `look_ahead_recall`, else one of the layer's at random."""
+    def guess(self, index: int, step: int, tokens: int, share: float = 1.0) -> list[int]:
+        """A look ahead at the likelier `share` of each token's choices, most likely first: the true one with
+        probability `look_ahead_recall`, else one of the layer's at random."""
         truth_TK = self.take(index, step, tokens)
+        truth_TK = truth_TK[:, : max(1, round(share * truth_TK.shape[1]))]
         others = self.experts_LTK[index].reshape(-1)
         drawn = others[self._random.integers(len(others), size=truth_TK.shape)]
         known = self._random.random(truth_TK.shape) < self.look_ahead_recall
-        return np.unique(np.where(known, truth_TK, drawn)).tolist()
+        return list(dict.fromkeys(np.where(known, truth_TK, drawn).T.ravel().tolist()))
 
 
 class LayerReplay:
@@ -104,8 +108,8 @@ class LayerReplay:
             weights_TK = weights_TK.mean(-1, keepdim=True).expand_as(weights_TK)
         return index_TK, weights_TK
 
-    def look_ahead(self, step: int, tokens: int) -> list[int]:
-        return self._replay.guess(self._index, step, tokens)
+    def look_ahead(self, step: int, tokens: int, share: float = 1.0) -> list[int]:
+        return self._replay.guess(self._index, step, tokens, share)
 
 
 def load_experts(path: Path) -> np.ndarray:

@@ -191,6 +191,8 @@ class StreamedExperts:
 
         Most likely first; `share` of each token's choices is considered.
         """
+        if self.replay is not None:
+            return self.replay.look_ahead(self.step.index, hidden_TD.shape[0], share)
         if self.router is None:
             return []
         index_TK = self.router(hidden_TD)[-1]

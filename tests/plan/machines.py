@@ -32,7 +32,7 @@ def machine(
     )
     rates = {1: macs_s, 512: macs_s}
     return Profile(
-        machine={"cpu": "example", "kernel": "1", "device": "disk", "threads": "2", "version": "2"},
+        machine={"cpu": "example", "kernel": "1", "device": "disk", "threads": "2", "version": "3"},
         threads=2,
         memory_bytes=16 << 30,
         directory="/models",

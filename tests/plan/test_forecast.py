@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from stoker.errors import OptionError
-from stoker.plan.forecast import Machine, Setting, arrivals_ms, decode, misses_of, prefill, simple
+from stoker.plan.forecast import Machine, Setting, decode, misses_of, prefill, simple
+from stoker.plan.forecast_layers import LayerTimes, ReadAhead, simulate
 from stoker.plan.forecast_routing import (
     Curve,
     Replayed,
@@ -22,7 +23,7 @@ from stoker.plan.replay import replay
 from stoker.plan.routes import from_array
 from tests.plan.machines import machine, model
 
-SETTING = Setting(slots=16, ring_records=8, prefill_chunk=512)
+SETTING = Setting(slots=16, ring_records=8, prefill_chunk=512, prefetch=0)
 
 
 class Always:
@@ -70,10 +71,47 @@ def test_latency_is_paid_once_a_burst() -> None:
     assert more == pytest.approx(10 * 2.0, rel=0.02)
 
 
-def test_a_shallow_queue_reads_in_turns() -> None:
-    one = Machine(machine(record_ms=1.0, latency_ms=1.0))
-    deep, shallow = (arrivals_ms(one, 1 << 20, 8, depth, 0.0, 0.0) for depth in (8, 1))
-    assert deep == pytest.approx(9.0) and shallow == pytest.approx(16.0)
+TIMES = LayerTimes(between_ms=1.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
+
+
+def missing(count: int, top_k: int = 8) -> np.ndarray:
+    return np.eye(1, top_k + 1, count)[0]
+
+
+def test_one_layer_by_hand() -> None:
+    none = simulate(missing(0), TIMES, None)
+    assert (none.experts_ms, none.stall_ms, none.reads) == (pytest.approx(0.8), 0, 0)
+    two = simulate(missing(2), TIMES, None)  # hits to 0.6, reads land at 3 and 5, each then takes 0.2
+    assert two.experts_ms == pytest.approx(6 * 0.1 + 2 * 0.2)
+    assert two.stall_ms == pytest.approx(5.2 - 1.0)
+    assert two.demand_reads == 2 and two.ahead_reads == 0
+
+
+def test_reading_ahead_with_perfect_sight_hides_what_fits_between() -> None:
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    slow = LayerTimes(between_ms=20.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
+    found = simulate(missing(2), slow, sure)
+    assert found.stall_ms < 1e-9 and found.demand_reads == 0 and found.ahead_reads == 2 and found.on_time == 2
+
+
+def test_reading_ahead_where_nothing_fits_changes_no_bytes() -> None:
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    busy = LayerTimes(between_ms=0.0, together_ms=0.0, alone_ms=0.0, first_ms=2.0, each_ms=2.0)
+    found = simulate(missing(4), busy, sure)
+    assert found.reads == pytest.approx(4) and found.stall_ms == pytest.approx(8.0, rel=0.01)
+
+
+def test_wrong_guesses_cost_bytes_and_no_more_than_allowed() -> None:
+    blind = ReadAhead(most=3, share=0.5, recall=0.0, strange=1.0)
+    slow = LayerTimes(between_ms=50.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
+    found = simulate(missing(2), slow, blind)
+    assert found.ahead_reads == pytest.approx(3) and found.demand_reads == 2 and found.on_time == 0
+
+
+def test_prefetch_pays_in_the_forecast_where_there_is_time_for_it() -> None:
+    one = Machine(machine(record_ms=0.5, layer_ms=2.0))
+    without, with_it = (decode(model(), one, replace(SETTING, prefetch=n), Always(1)) for n in (0, 3))
+    assert with_it.stall_ms < without.stall_ms and with_it.misses == without.misses
 
 
 def test_fixed_costs_count_by_layer_miss_and_kind_of_attention() -> None:

@@ -1,0 +1,128 @@
+"""Decoding layer by layer in simulated time: demand reads, reads ahead for the next layer, experts as they land.
+
+The device serves reads one after the other at its rate; a read from idle has its latency on top. The engine's rules
+are kept: reads ahead go out behind a layer's demand, those that have not started when their layer comes are given up.
+Deterministic (seeded); milliseconds of simulated time. Knows no model and no files.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+LAYERS = 2400  # simulated; a few dozen tokens
+WARM_UP = 48
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """between_ms: from a layer's last expert to the next layer's need (attention, router, fixed costs). together_ms,
+    alone_ms: one expert's computing, in company and alone. first_ms: a read from idle; each_ms: each further one."""
+
+    between_ms: float
+    together_ms: float
+    alone_ms: float
+    first_ms: float
+    each_ms: float
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """most: reads that a layer sends out for the next; share: of a token's choices that are considered, the likeliest;
+    recall: of a guess; strange: how often a wrong guess is not in memory, and is read for nothing."""
+
+    most: int
+    share: float
+    recall: float
+    strange: float
+
+
+@dataclass(frozen=True)
+class LayerFigures:
+    """Means of a layer: ms computing experts, ms waiting, reads that were demanded and that were sent ahead."""
+
+    experts_ms: float
+    stall_ms: float
+    demand_reads: float
+    ahead_reads: float
+    on_time: float  # of the misses, those that a read ahead had brought
+
+    @property
+    def reads(self) -> float:
+        return self.demand_reads + self.ahead_reads
+
+
+def simulate(missed: np.ndarray, times: LayerTimes, ahead: ReadAhead | None, seed: int = 0) -> LayerFigures:
+    """`missed`: share of events with 0 .. k misses, as the cache alone would have them."""
+    if missed[0] >= 1 - 1e-12:
+        k = len(missed) - 1
+        return LayerFigures(k * times.together_ms, 0.0, 0.0, 0.0, 0.0)
+    run = _Run(len(missed) - 1, times, ahead, np.random.default_rng(seed))
+    misses = run.random.choice(len(missed), size=LAYERS + WARM_UP, p=missed / missed.sum())
+    for index, count in enumerate(misses):
+        run.layer(int(count), int(misses[index + 1]) if index + 1 < len(misses) else 0)
+        if index == WARM_UP - 1:
+            run.totals[:] = 0
+    return LayerFigures(*(float(total) for total in run.totals / LAYERS))
+
+
+class _Run:
+    """The clock, when the device is free, and what is being read ahead for the layer to come."""
+
+    def __init__(self, top_k: int, times: LayerTimes, ahead: ReadAhead | None, random: np.random.Generator) -> None:
+        self.top_k, self.times, self.ahead, self.random = top_k, times, ahead, random
+        self.clock_ms = self.free_ms = self.submitted_ms = 0.0
+        self.right = self.wrong = 0  # reads ahead that will be needed, and those that will not
+        self.totals = np.zeros(5)
+
+    def layer(self, misses: int, next_misses: int) -> None:
+        need_ms = self.clock_ms = self.clock_ms + self.times.between_ms
+        landing, sent = self._landing(need_ms)
+        demanded = misses - len(landing)
+        ends = sorted(landing + [self._serve(need_ms) for _ in range(demanded)])
+        self._send_ahead(need_ms, next_misses)
+        ready = sum(end <= need_ms for end in ends)
+        present = self.top_k - misses + ready
+        busy = present * (self.times.together_ms if present > 1 else self.times.alone_ms)
+        self.clock_ms += busy
+        for end in ends[ready:]:
+            self.clock_ms = max(self.clock_ms, end) + self.times.alone_ms
+            busy += self.times.alone_ms
+        self.totals += (busy, self.clock_ms - need_ms - busy, demanded, sent, ready)
+
+    def _serve(self, submitted_ms: float) -> float:
+        """When a read that is accepted now will have landed."""
+        if self.free_ms <= submitted_ms:
+            self.free_ms = submitted_ms + self.times.first_ms
+        else:
+            self.free_ms += self.times.each_ms
+        return self.free_ms
+
+    def _landing(self, need_ms: float) -> tuple[list[float], int]:
+        """Ends of the right guesses that had started before the need, and how many reads ahead had started at all."""
+        landing: list[float] = []
+        sent = 0
+        guesses = [True] * self.right + [False] * self.wrong
+        self.random.shuffle(guesses)
+        for right in guesses:
+            if max(self.free_ms, self.submitted_ms) >= need_ms:
+                break
+            end = self._serve(self.submitted_ms)
+            sent += 1
+            if right:
+                landing.append(end)
+        return landing, sent
+
+    def _send_ahead(self, now_ms: float, next_misses: int) -> None:
+        self.submitted_ms, self.right, self.wrong = now_ms, 0, 0
+        if self.ahead is None:
+            return
+        likely = max(1, round(self.ahead.share * self.top_k))
+        among = self.random.hypergeometric(next_misses, self.top_k - next_misses, likely) if next_misses else 0
+        right = int(self.random.binomial(among, self.ahead.recall))
+        wrong = int(self.random.binomial(likely, (1 - self.ahead.recall) * self.ahead.strange))
+        while right + wrong > self.ahead.most:
+            if self.random.random() < right / (right + wrong):
+                right -= 1
+            else:
+                wrong -= 1
+        self.right, self.wrong = right, wrong
