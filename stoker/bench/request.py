@@ -35,6 +35,7 @@ class Request:
     threads: int | None = None
     ctx_size: int | None = None
     depth: int | None = None  # None: measured on the store at load
+    prefetch: int | None = None  # None: the runtime's own default
     buffered: bool = False
     prompt: int = 256
     decode: int = 64
@@ -75,6 +76,8 @@ def build(request: Request) -> tuple[Plan, dict[str, Any]]:
         "depth": request.depth,
         "direct": not request.buffered,
     }
+    if request.prefetch is not None:
+        base["prefetch"] = request.prefetch
     variants: tuple[Variant, ...] = stoker_variants(request.model, base, request.vs_paths, request.vs_policies)
     _check_names(variants)
     if request.peer is not None:

@@ -268,6 +268,8 @@ def _engine(options: argparse.Namespace) -> Engine:
         "prefill_chunk": options.prefill_chunk,
         "direct": not options.buffered,
     }
+    if options.prefetch is not None:
+        chosen["prefetch"] = options.prefetch
     return StokerEngine(
         options.model, chosen, preload=options.warm, routes=options.routes, route_weights=options.route_weights
     )
@@ -285,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--path", default="auto")
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--depth", type=int, default=None)
+    parser.add_argument("--prefetch", type=int, default=None, help="stoker: reads ahead for the next layer")
     parser.add_argument("--prefill-chunk", type=int, default=None)
     parser.add_argument("--buffered", action="store_true", help="stoker: read through the page cache")
     parser.add_argument("--routes", help="stoker: follow the routes of this file")

@@ -38,6 +38,10 @@ def bench(
         int | None,
         typer.Option(min=1, help="Reads in flight at once; measured if not given.", rich_help_panel="Loading"),
     ] = None,
+    prefetch: Annotated[
+        int | None,
+        typer.Option(min=0, help="Reads ahead for the next layer; 0 for none.", rich_help_panel="Loading"),
+    ] = None,
     buffered: Annotated[
         bool, typer.Option("--buffered", help="Read through the page cache.", rich_help_panel="Loading")
     ] = False,
@@ -104,8 +108,8 @@ def bench(
 
     request = Request(
         model=model, memory=memory, path=path, policy=policy, threads=threads, ctx_size=ctx_size, depth=depth,
-        buffered=buffered, prompt=prompt, decode=decode, warmup=warmup, repeats=repeats, seed=seed, ids=ids,
-        preload=preload, routes=routes, route_weights=route_weights, vs_paths=tuple(vs_path or ()),
+        prefetch=prefetch, buffered=buffered, prompt=prompt, decode=decode, warmup=warmup, repeats=repeats,
+        seed=seed, ids=ids, preload=preload, routes=routes, route_weights=route_weights, vs_paths=tuple(vs_path or ()),
         vs_policies=tuple(vs_policy or ()), peer=vs, peer_python=llama_python, peer_in_memory=no_mmap,
         read_ahead_kib=read_ahead, trace=trace, given=_given(context),
     )  # fmt: skip

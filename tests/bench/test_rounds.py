@@ -18,7 +18,8 @@ from stoker.bench.worker import session
 from stoker.errors import OptionError
 from stoker.native.io import cached_bytes
 
-BASE = {"memory": "1GiB", "path": "hot", "policy": "lru", "threads": 1, "ctx_size": 512, "depth": 8, "direct": True}
+BASE = {"memory": "1GiB", "path": "hot", "policy": "lru", "threads": 1, "ctx_size": 512, "depth": 8, "direct": True,
+        "prefetch": 0}  # fmt: skip
 
 
 class Clock:
@@ -112,7 +113,8 @@ def test_rounds_on_a_store(mini: Path, slots: Callable[[int], None]) -> None:
     plan = Plan(variants, random_sessions(24, 12, 4, 512, 0), 2, 1, 512)
     said: list[str] = []
     runs = run_rounds(plan, said.append)
-    assert [line.split(": ")[1] for line in said] == [
+    assert said[0].startswith("loading once")
+    assert [line.split(": ")[1] for line in said[1:]] == [
         "stoker hot lru", "stoker exact lru", "stoker exact lru", "stoker hot lru"]  # fmt: skip
     document = result(plan, runs, {"options": {}})
     hot, exact = document["variants"].values()
@@ -176,8 +178,10 @@ def test_in_processes_of_their_own(mini: Path, tmp_path: Path) -> None:
     peer.chmod(0o755)
     gguf = tmp_path / "x.gguf"
     gguf.write_bytes(b"GGUF" * 1024)
-    request = Request(str(mini), memory="1GiB", prompt=8, decode=4, warmup=1, repeats=1, threads=1, ctx_size=512,
-                      peer=f"llama.cpp={gguf}", peer_python=str(peer))  # fmt: skip
+    request = Request(
+        str(mini), memory="1GiB", prefetch=0, depth=4, prompt=8, decode=4, warmup=1, repeats=1, threads=1,
+        ctx_size=512, peer=f"llama.cpp={gguf}", peer_python=str(peer),
+    )  # fmt: skip
     plan, about = build(request)
     assert plan.separate and plan.limit_bytes == 1 << 30
     runs = run_rounds(plan, lambda _: None)
