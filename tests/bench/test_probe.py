@@ -1,0 +1,72 @@
+"""The probe measures what is there: bounded by physics, repeatable, kept, and gone from the disk afterwards."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.bench import probe_disk, probe_kernels
+from stoker.bench.probe import measure_costs
+from stoker.plan import profile as profiles
+from tests.cli.conftest import stoker
+
+
+def test_the_disk_is_measured_on_a_scratch_file_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_disk, "SCRATCH_BYTES", 64 << 20)
+    found = probe_disk.measure(tmp_path, 1.5)
+    assert not list(tmp_path.iterdir())
+    assert {(b.record_bytes, b.reads) for b in found.bursts} == {
+        (size, reads) for size in probe_disk.RECORD_BYTES for reads in probe_disk.BURSTS
+    }
+    for burst in found.bursts:
+        assert 0 < burst.first_ms <= burst.last_ms and burst.low_ms <= burst.last_ms <= burst.high_ms
+    largest = max(probe_disk.RECORD_BYTES)
+    one, eight = (next(b for b in found.bursts if (b.record_bytes, b.reads) == (largest, n)) for n in (1, 8))
+    assert eight.last_ms > 1.5 * one.last_ms, "eight reads of 8 MB are not as fast as one"
+    assert all(1e6 < s.bytes_s < 1e12 for s in found.sustained) and found.buffered_bytes_s > 1e6
+
+
+def test_weight_files_are_read_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_disk, "WEIGHTS_BYTES", 32 << 20)
+    (tmp_path / "model.safetensors").write_bytes(bytes(40 << 20))
+    with probe_disk._files(tmp_path) as files:
+        assert files == [tmp_path / "model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_kernels_stay_below_memory_and_above_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_kernels, "WORKING_SET_BYTES", 96 << 20)
+    from stoker.native import kernels
+
+    before = kernels.threads()
+    found = probe_kernels.measure(1)
+    assert kernels.threads() == before
+    assert found.matvec_bytes_s < 2 * found.read_bytes_s[1], "weights cannot be multiplied faster than they are read"
+    assert found.expert_macs_s[32] > found.expert_macs_s[1] and found.dense_macs_s[32] > found.dense_macs_s[1]
+    assert all(rate > 0 for rate in found.attention_macs_s.values())
+
+
+@pytest.mark.slow
+def test_fixed_costs_are_small_and_transformers_own_attention_costs_more() -> None:
+    costs = measure_costs(1)
+    assert 0 < costs.layer_ms < 20 and costs.plain_layer_ms > costs.layer_ms
+    assert costs.step_ms >= 0 and costs.miss_ms >= 0 and costs.process_bytes > 100 << 20
+
+
+@pytest.mark.slow
+def test_the_command_keeps_what_it_measured(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    started = time.monotonic()
+    first = stoker("probe", tmp_path, "--threads", 1, "--json", **cache)
+    assert first.returncode == 0, first.stderr
+    took_s = time.monotonic() - started
+    started = time.monotonic()
+    again = stoker("probe", tmp_path, "--threads", 1, "--json", **cache)
+    assert json.loads(again.stdout) == json.loads(first.stdout) and "measuring" not in again.stderr
+    assert time.monotonic() - started < took_s / 3
+    assert profiles.from_dict(json.loads(first.stdout)).machine["threads"] == "1"
+    forced = stoker("probe", tmp_path, "--threads", 1, "--force", **cache)
+    assert "measuring" in forced.stderr and "kept in" in forced.stdout
