@@ -28,7 +28,7 @@ def some_ids(batch: int, tokens: int, seed: int = 3) -> Tensor:
 def case(request: pytest.FixtureRequest, packed: Packer) -> Iterator[tuple[Runtime, RouteRecorder, str, int]]:
     name, bits = request.param
     recorder = RouteRecorder()
-    with load(packed(name, bits), Options(memory="2GiB", ctx_size=256), recorder) as runtime:
+    with load(packed(name, bits), Options(memory="8GiB", ctx_size=256), recorder) as runtime:
         yield runtime, recorder, name, bits
 
 
@@ -66,7 +66,7 @@ def test_a_bf16_store_is_the_published_model(name: str, packed: Packer) -> None:
     store, recorder = packed(name, 16), RouteRecorder()
     published = AutoModelForCausalLM.from_pretrained(store.parent / "source", dtype=torch.float32).eval()
     ids = some_ids(1, 24, seed=5)
-    with load(store, Options(memory="2GiB", ctx_size=256), recorder) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=256), recorder) as runtime:
         ours = runtime.logits(ids)
     with torch.inference_mode(), forced_routes(published, recorder.take()) as gaps:
         theirs = published(input_ids=ids).logits
@@ -92,7 +92,7 @@ def test_padding_changes_nothing(name: str, side: str, packed: Packer) -> None:
     mask = torch.ones_like(ids)
     for row, padding in enumerate((0, 4, 9)):
         mask[row, slice(0, padding) if side == "left" else slice(20 - padding, 20)] = 0
-    with load(packed(name, 16), Options(memory="2GiB", ctx_size=256), recorder) as runtime:
+    with load(packed(name, 16), Options(memory="8GiB", ctx_size=256), recorder) as runtime:
         ours = runtime.logits(ids, mask)
         routes = {layer: _with_padding(experts, mask) for layer, experts in recorder.take().items()}
         alone = runtime.logits(ids[1:2], mask[1:2])
@@ -109,6 +109,6 @@ def test_coarser_activations_are_a_choice_with_a_price(packed: Packer) -> None:
     store, ids = packed("qwen3_moe", 4), some_ids(1, 24)
     found = {}
     for bits in (16, 8):
-        with load(store, Options(memory="2GiB", ctx_size=256, activation_bits=bits)) as runtime:
+        with load(store, Options(memory="8GiB", ctx_size=256, activation_bits=bits)) as runtime:
             found[bits] = runtime.logits(ids)
     assert 1e-3 < relative_l2(found[8], found[16]) < 0.3

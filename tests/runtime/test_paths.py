@@ -49,7 +49,7 @@ def test_every_path_gives_the_same_bits(name: str, packed: Packer, slots: Callab
     store, prompt, forced = packed(name, 4), ids_of(21), ids_of(24, seed=12)
     results = {}
     for path in PATHS:
-        with load(store, Options(memory="1GiB", ctx_size=128, path=path)) as runtime:
+        with load(store, Options(memory="8GiB", ctx_size=128, path=path)) as runtime:
             results[path] = answer(runtime, prompt, forced)
             stats = runtime.stats()
         assert stats["dropped_experts"] == 0
@@ -65,11 +65,11 @@ def test_every_path_gives_the_same_bits(name: str, packed: Packer, slots: Callab
 def test_few_slots_and_any_policy_give_the_same_bits(policy: str, packed: Packer, slots: Callable[[int], None]) -> None:
     """With K slots a layer almost every step evicts; the answer is that of a resident model."""
     store, prompt, forced = packed("qwen3_moe", 4), ids_of(5), ids_of(40, seed=13)
-    with load(store, Options(memory="1GiB", ctx_size=128)) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=128)) as runtime:
         runtime.residency.warm()
         resident = answer(runtime, prompt, forced)
     slots(2)
-    with load(store, Options(memory="1GiB", ctx_size=128, policy=policy)) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=128, policy=policy)) as runtime:
         assert runtime.budget.slots == (2, 2, 2)
         streamed = answer(runtime, prompt, forced)
         assert runtime.stats()["evictions"] > 20
@@ -79,16 +79,16 @@ def test_few_slots_and_any_policy_give_the_same_bits(policy: str, packed: Packer
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_chunks_of_any_size_give_the_same_bits(chunk: int, packed: Packer) -> None:
     store, prompt = packed("qwen3_moe", 4), ids_of(50)
-    with load(store, Options(memory="1GiB", ctx_size=128, prefill_chunk=128)) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=128, prefill_chunk=128)) as runtime:
         whole = answer(runtime, prompt, [])
-    with load(store, Options(memory="1GiB", ctx_size=128, prefill_chunk=chunk)) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=128, prefill_chunk=chunk)) as runtime:
         assert torch.equal(answer(runtime, prompt, []), whole)
 
 
 def test_sequences_of_a_batch_do_not_touch_each_other(packed: Packer) -> None:
     """Decoding four sequences together gives each the bits that it has alone."""
     prompts = [ids_of(n, seed=n) for n in (3, 9, 17, 30)]
-    with load(packed("qwen3_moe", 4), Options(memory="1GiB", ctx_size=512)) as runtime:
+    with load(packed("qwen3_moe", 4), Options(memory="8GiB", ctx_size=512)) as runtime:
         alone = [answer(runtime, prompt, ids_of(6, seed=20)) for prompt in prompts]
         sequences = [runtime.new_sequence() for _ in prompts]
         rows = [[runtime.prefill(sequence, prompt)] for sequence, prompt in zip(sequences, prompts, strict=True)]
@@ -102,7 +102,7 @@ def test_sequences_of_a_batch_do_not_touch_each_other(packed: Packer) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sequence_can_be_cut_and_continued(name: str, packed: Packer) -> None:
     prompt = ids_of(20)
-    with load(packed(name, 4), Options(memory="1GiB", ctx_size=128)) as runtime:
+    with load(packed(name, 4), Options(memory="8GiB", ctx_size=128)) as runtime:
         fresh = answer(runtime, [*prompt, 5, 6], [])
         sequence = runtime.new_sequence()
         runtime.prefill(sequence, [*prompt, 9, 9, 9, 9])
@@ -119,11 +119,11 @@ def test_a_read_that_fails_ends_the_step_and_nothing_else(
     """Injected below the queue at every n: one clear error, and the next attempt gives the right numbers."""
     slots(4)
     store, prompt, forced = packed("qwen3_moe", 4), ids_of(6), ids_of(3, seed=14)
-    with load(store, Options(memory="1GiB", ctx_size=128, path=path)) as runtime:
+    with load(store, Options(memory="8GiB", ctx_size=128, path=path)) as runtime:
         right = answer(runtime, prompt, forced)
     failures = 0
     for nth in range(1, 25):
-        with load(store, Options(memory="1GiB", ctx_size=128, path=path)) as runtime:
+        with load(store, Options(memory="8GiB", ctx_size=128, path=path)) as runtime:
             runtime.queue.inject(nth, "eio")
             try:
                 got = answer(runtime, prompt, forced)
