@@ -27,7 +27,7 @@ def predict(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A store, a checkpoint, a GGUF file, or OWNER/NAME[/FILE.gguf][@REVISION]."
+            metavar="MODEL", help="A store, a checkpoint, a GGUF file, or OWNER/NAME\\[/FILE.gguf]\\[@REVISION]."
         ),
     ],
     memory: Annotated[

@@ -18,7 +18,7 @@ from stoker.bench.worker import session
 from stoker.errors import OptionError
 from stoker.native.io import cached_bytes
 
-BASE = {"memory": "1GiB", "path": "hot", "policy": "lru", "threads": 1, "ctx_size": 512, "depth": 8, "direct": True,
+BASE = {"memory": "4GiB", "path": "hot", "policy": "lru", "threads": 1, "ctx_size": 512, "depth": 8, "direct": True,
         "prefetch": 0}  # fmt: skip
 
 
