@@ -31,6 +31,7 @@ class Evidence:
 
     read_bytes: what was read; busy_ms: time with a read in service; lanes: mean reads in service while busy; needed,
     misses: experts. needed_per_event: distinct experts that one layer of one step needs. slots: expert slots a layer.
+    chosen_lengths: prompt and output are as long as a benchmark made them, so their shares of the time say nothing.
     rereads: bytes that the device delivered for each byte that was asked for. hit_rate_with(s): LRU's hit rate with s
     slots a layer, from the run's own routes; best_policy: the best online policy at the run's slots, and what it hits
     above LRU.
@@ -58,6 +59,7 @@ class Evidence:
     prefill_stall_s: float | None = None
     prefill_bytes: float = 0.0
     decode_s: float = 0.0
+    chosen_lengths: bool = False
     through_page_cache: bool = False
     rereads: float | None = None
     device_bytes_s: float | None = None
@@ -203,6 +205,7 @@ def _of_variant(name: str, figures: Mapping[str, Any], document: Mapping[str, An
         prefill_stall_s=median("prefill_stall_s"),
         prefill_bytes=median("prefill_bytes") or 0.0,
         decode_s=tokens / speed if speed else 0.0,
+        chosen_lengths=True,
         through_page_cache=buffered,
         rereads=_rereads(runs, ledger) if ours else None,
         device_bytes_s=device.get("median"),

@@ -88,7 +88,7 @@ def explain(e: Evidence) -> Explanation:
         return Explanation(
             e.source, "nothing measured", "there is no step in it", Change("record a run that generates")
         )
-    if e.prefill_s > PREFILL_SHARE * (e.prefill_s + e.decode_s):
+    if e.prefill_s > PREFILL_SHARE * (e.prefill_s + e.decode_s) and not (e.chosen_lengths and e.tokens):
         return _prefill(e)
     parts = parts_of(e)
     if (starved := _starved(e)) is not None:
@@ -103,8 +103,10 @@ def explain(e: Evidence) -> Explanation:
 
 
 def parts_of(e: Evidence) -> dict[str, float]:
-    """Milliseconds of a token by part; compute and overhead are one where the memory's rate is not known."""
-    stall = e.stall_ms or 0.0
+    """Milliseconds of a token by part; what the source or the machine's profile does not tell apart is one part."""
+    if e.stall_ms is None:
+        return {"waiting, compute and overhead": e.token_ms}
+    stall = e.stall_ms
     rest = max(e.token_ms - stall, 0.0)
     if e.memory_bytes_s is None or e.touched_bytes is None:
         return {"stall": stall, "compute and overhead": rest}
@@ -229,6 +231,9 @@ def _more_slots(e: Evidence, rest: float, stall: float) -> Change:
 
 
 def _busy(e: Evidence, bound: str, parts: dict[str, float]) -> Explanation:
+    if e.stall_ms is None:
+        because = f"a token takes {e.token_ms:.1f} ms and reads {_mb(e.read_bytes)}; the engine does not tell its waits"
+        return _say(e, "compute and overhead", because, Change("look inside that engine"), parts)
     because = f"a token takes {e.token_ms:.1f} ms, of which {parts['stall']:.1f} ms wait for reads"
     if bound == "compute":
         touched = e.touched_bytes or 0.0
@@ -250,6 +255,9 @@ def _say(e: Evidence, bound: Bound, because: str, change: Change, parts: dict[st
         ("time by part", ", ".join(f"{name} {ms:,.1f} ms" for name, ms in parts.items())),
         ("read", f"{_mb(e.read_bytes)} a token" if e.tokens else f"{_mb(e.prefill_bytes)} for the prompt"),
     ]
+    if bound != "prefill" and e.prefill_s:
+        waited = f", {e.prefill_stall_s / e.prefill_s:.0%} of it waiting for reads" if e.prefill_stall_s else ""
+        figures.append(("prefill beside it", f"{e.prefill_tokens:,} tokens in {e.prefill_s:.2f} s{waited}"))
     if e.hit_rate is not None:
         figures.append(("hit rate", f"{e.hit_rate:.1%} of {e.needed:.0f} experts a token"))
     if e.slots is not None and e.experts:

@@ -31,6 +31,7 @@ def test_the_parts_of_a_token() -> None:
     parts = parts_of(BASE)
     assert parts["stall"] == 250 and parts["compute"] == pytest.approx((1000 + 768) / 20)
     assert sum(parts.values()) == pytest.approx(400)
+    assert parts_of(replace(BASE, stall_ms=None)) == {"waiting, compute and overhead": 400}
     assert parts_of(replace(BASE, memory_bytes_s=None)) == {"stall": 250, "compute and overhead": 150}
 
 
@@ -46,7 +47,9 @@ def test_the_parts_of_a_token() -> None:
         ("compute", {"stall_ms": 5.0, "token_ms": 100.0, "read_bytes": 10.0 * MB}),
         ("overhead", {"stall_ms": 5.0, "token_ms": 200.0, "read_bytes": 10.0 * MB}),
         ("compute and overhead", {"stall_ms": 5.0, "memory_bytes_s": None}),
+        ("compute and overhead", {"stall_ms": None, "read_bytes": 0.0, "through_page_cache": True}),
         ("prefill", {"prefill_s": 70.0}),
+        ("device bytes", {"prefill_s": 70.0, "chosen_lengths": True}),
         ("cache below demand", {"slots": 0.0, "misses": 384.0}),
         ("cache below demand", {"slots": 6.0}),
         ("cache below demand", {"misses": 383.0}),
