@@ -46,6 +46,7 @@ def cells(quick: bool) -> list[Cell]:
     for gib in (4, 8):
         found += [
             Cell(f"stoker {gib}GiB", "stoker", gib, decode=2 * tokens),
+            Cell(f"stoker {gib}GiB, touched at load", "stoker", gib, decode=2 * tokens, extra=("--populate",)),
             Cell(f"llama.cpp mmap {gib}GiB", "llama", gib, decode=tokens),
             Cell(
                 f"llama.cpp mmap {gib}GiB default read-ahead",

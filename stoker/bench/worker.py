@@ -266,6 +266,7 @@ def _engine(options: argparse.Namespace) -> Engine:
         "ctx_size": options.ctx_size,
         "depth": options.depth,
         "prefill_chunk": options.prefill_chunk,
+        "populate": options.populate,
         "direct": not options.buffered,
     }
     if options.prefetch is not None:
@@ -293,6 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--routes", help="stoker: follow the routes of this file")
     parser.add_argument("--route-weights", default="own")
     parser.add_argument("--no-mmap", action="store_true", help="llama.cpp: read the weights into memory (and repack)")
+    parser.add_argument("--populate", action="store_true", help="stoker: touch all slots at load")
     parser.add_argument("--warm", action="store_true", help="stoker: load every expert that fits before measuring")
     return parser
 

@@ -88,6 +88,8 @@ class Runtime:
             policy=options.policy,
             recorder=recorder,
         )
+        if options.populate:
+            self.residency.arena.populate()
         self._attach_experts()
         self.weights = dense.load_dense(model, store, options.activation_bits)
         self.fusion = fuse(model, self.step) if options.fuse else FusionReport()

@@ -41,6 +41,7 @@ class Options:
     fuse: bool = True
     activation_bits: int = 16  # how finely kernels round their inputs; 8 is up to 1.5 times faster at prefill
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
+    populate: bool = False  # touch all slots at load: a slower start, a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
 
     def __post_init__(self) -> None:
