@@ -61,6 +61,8 @@ def cells(quick: bool) -> list[Cell]:
         ]
     found.append(Cell("stoker 3GiB", "stoker", 3, decode=tokens))
     found.append(Cell("stoker resident", "stoker", None, decode=3 * tokens, extra=("--warm",)))
+    rounded = ("--warm", "--activation-bits", "8")
+    found.append(Cell("stoker resident, 8-bit activations", "stoker", None, decode=3 * tokens, extra=rounded))
     found.append(Cell("llama.cpp resident, repacked", "llama", None, decode=3 * tokens, extra=("--no-mmap",)))
     return found
 

@@ -17,6 +17,7 @@ ROWS = {
     "llama.cpp mmap 8GiB": "llama.cpp, mmap, 8 GiB",
     "llama.cpp mmap 8GiB default read-ahead": "llama.cpp, mmap, 8 GiB, the system's read-ahead",
     "stoker resident": "stoker, all in memory",
+    "stoker resident, 8-bit activations": "stoker, all in memory, 8-bit activations (llama.cpp's precision)",
     "llama.cpp resident, repacked": "llama.cpp, all in memory, repacked",
 }
 

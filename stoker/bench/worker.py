@@ -267,6 +267,7 @@ def _engine(options: argparse.Namespace) -> Engine:
         "depth": options.depth,
         "prefill_chunk": options.prefill_chunk,
         "populate": options.populate,
+        "activation_bits": options.activation_bits,
         "direct": not options.buffered,
     }
     if options.prefetch is not None:
@@ -294,6 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--routes", help="stoker: follow the routes of this file")
     parser.add_argument("--route-weights", default="own")
     parser.add_argument("--no-mmap", action="store_true", help="llama.cpp: read the weights into memory (and repack)")
+    parser.add_argument("--activation-bits", type=int, default=16, help="stoker: rounding of the kernels' inputs")
     parser.add_argument("--populate", action="store_true", help="stoker: touch all slots at load")
     parser.add_argument("--warm", action="store_true", help="stoker: load every expert that fits before measuring")
     return parser
