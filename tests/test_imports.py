@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"generate", "runtime", "residency", "routing", "native", "plan", "store", "quant", "trace"},
     "server": {"generate", "trace"},
     "train": {"generate", "runtime", "routing", "store", "trace"},
-    "generate": {"runtime", "trace"},
+    "generate": {"runtime", "plan", "trace"},
     "generate.scheduler": set(),
     "runtime": {"residency", "routing", "store.reader", "native", "quant", "trace"},
     "residency": {"store.reader", "native.io", "trace"},

@@ -32,7 +32,7 @@ def chat(
     model: common.ModelArgument,
     memory: common.Memory = "auto",
     path: common.PathOption = "auto",
-    policy: common.Policy = "lru",
+    policy: common.Policy = "auto",
     threads: common.Threads = None,
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,

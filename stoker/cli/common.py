@@ -36,7 +36,12 @@ PathOption = Annotated[
     ),
 ]  # fmt: skip
 Policy = Annotated[
-    str, typer.Option(metavar="NAME", help="Which experts stay in memory: lru, lfu, ...", rich_help_panel=_LOADING)
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Which experts stay in memory: auto (as tuned, else lru), lru, lfu, ...",
+        rich_help_panel=_LOADING,
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -138,7 +143,8 @@ def show_ledger(model: "Model", loading: Loading) -> None:
         note(line)
     share = float(model.ledger()["resident_share"])
     place = "all experts fit in memory" if share >= 1 else f"{share:.0%} of the experts in memory, the rest from disk"
-    note(f"path {loading.path}, policy {loading.policy}: {place}; output is exact")
+    options = model.runtime.options
+    note(f"path {options.path}, policy {options.policy}: {place}; output is exact")
 
 
 def note(text: str) -> None:

@@ -29,7 +29,7 @@ def run(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; `-` or nothing reads it from a pipe.")] = None,
     memory: common.Memory = "auto",
     path: common.PathOption = "auto",
-    policy: common.Policy = "lru",
+    policy: common.Policy = "auto",
     threads: common.Threads = None,
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
@@ -111,8 +111,8 @@ def _report(model: "Model", loading: Loading, result: "Result") -> dict[str, Any
     request_stats = plain.pop("stats")
     loaded = {
         "memory": loading.memory,
-        "path": loading.path,
-        "policy": loading.policy,
+        "path": model.runtime.options.path,
+        "policy": model.runtime.options.policy,
         "ctx_size": model.runtime.ctx_size,
     }
     return {

@@ -63,7 +63,7 @@ def load(
     path: str = "auto",
     threads: int | None = None,
     ctx_size: int | None = None,
-    policy: str = "lru",
+    policy: str = "auto",
     trace: str | Path | None = None,
     **more: Any,
 ) -> "Model":
@@ -72,7 +72,8 @@ def load(
     memory: bytes, or text such as "3GiB" or "auto", for the whole process. path: how experts get into memory (auto,
     exact, staged, hot, whole_layer); it never changes the output. threads: None for the physical cores allowed to the
     process. ctx_size: tokens of KV cache; None for 4096, or the model's own length where that is shorter. policy: which
-    experts stay. trace: a new file for routes, reads and waits. `more`: further fields of the runtime's Options.
+    experts stay; with path and policy auto, what `stoker tune` found for this budget holds, else lru. trace: a new file
+    for routes, reads and waits. `more`: further fields of the runtime's Options.
 
     Raises StoreError for a bad store, BudgetError (with the smallest budget that works) when it does not fit,
     OptionError for a bad option; all before any weight is read.
@@ -84,7 +85,8 @@ def load(
     # What a typing error causes is told before torch is imported.
     if not Path(model).exists():
         raise StoreError("there is no such store", where=str(model), remedy="make one with `stoker pack SRC DST`")
-    budget.resolve(memory)
+    limit = budget.resolve(memory)
+    from stoker.generate.tuned import tuned_options
     from stoker.runtime.model import Options
     from stoker.runtime.model import load as load_runtime
     from stoker.trace.writer import TraceWriter
@@ -96,13 +98,14 @@ def load(
     for name, value in (("threads", threads), ("ctx_size", ctx_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise OptionError("must be a whole number, at least 1", where=name, got=repr(value))
+    chosen: dict[str, Any] = {"path": path, "policy": "lru" if policy == "auto" else policy}
+    if (path, policy) == ("auto", "auto"):
+        chosen |= tuned_options(Path(model), limit, threads)
     options = Options(
         memory=memory,
-        path=path,  # type: ignore[arg-type]  # checked by the runtime, which lists the paths
         threads=threads,
         ctx_size=ctx_size or min(DEFAULT_CTX_TOKENS, _model_length(Path(model))),
-        policy=policy,
-        **more,
+        **{**chosen, **more},
     )
     if trace is None:
         return Model(load_runtime(model, options))

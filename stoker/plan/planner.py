@@ -19,6 +19,7 @@ DEPTHS = (2, 4, 8)
 PREFETCHES = (0, 1, 3)
 WORTH = 1.02  # a forecast gain below this is noise
 ALLOCATION_TOKENS = 2000
+KEPT_FREE = 16  # slots
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def _slots(situation: Situation, choice: Choice) -> tuple[Choice, str]:
         return choice, f"{even} a layer, evenly: the routes have {len(routes.streams)} layers, the model {len(slots)}"
     part = routes.between(0, ALLOCATION_TOKENS)
     half = part.steps // 2
-    greedy = greedy_for(part, sum(slots), train_steps=half)
+    spare = max(KEPT_FREE, sum(slots) // 50)  # another process may start a little larger
+    greedy = greedy_for(part, max(sum(slots) - spare, len(slots) * part.k), train_steps=half)
     judged = part.between(half, part.steps)
     before, after = (replay(judged, choice.policy, list(one)).hit_rate for one in (slots, greedy))
     told = f"hits {before:.1%} evenly, {after:.1%} by need, on the half of the routes that was not used for it"
