@@ -26,8 +26,11 @@ REPLAYED_TOKENS = 1200
 class Routing(Protocol):
     """`name` and `words` say what is assumed."""
 
-    name: str
-    words: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def words(self) -> str: ...
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         """Share of events with 0, 1, .. top_k misses, float [top_k + 1], at so many slots a pool of `experts`."""
@@ -94,7 +97,10 @@ class Replayed:
 
     def __init__(self, routes: Routes, words: str, counted: tuple[int, int] | None = None) -> None:
         self.name, self.words, self.routes = routes.name, words, routes
-        self._warm_up, end = counted or (None, REPLAYED_TOKENS)
+        self._warm_up: int | None = None
+        end = REPLAYED_TOKENS
+        if counted is not None:
+            self._warm_up, end = counted
         self._part = routes.between(0, end)
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
