@@ -190,7 +190,7 @@ def prefill(
     total_s = compute_s = read_s = read_bytes = 0.0
     touch_bytes_s = machine.profile.kernels.touch_bytes_s
     done, resident, distinct = 0, warm_share * shape.experts, 0.0
-    touched = resident
+    touched = resident - (setting.ring_records if setting.slots < shape.experts else 0) / shape.moe_layers
     while done < tokens:
         chunk = min(setting.prefill_chunk, tokens - done)
         distinct = routing.distinct(chunk, shape.experts, shape.top_k)
