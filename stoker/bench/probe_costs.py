@@ -9,11 +9,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 SHAPE = "qwen3-30b-a3b-mini"
 SHALLOW, DEEP = 4, 20
 TOKENS, WARM_UP = 60, 6
+PAUSE_S = 0.003  # as long as a read of a record or two
 GIB = 1 << 30
 
 
@@ -22,16 +25,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="stoker-probe-") as directory:
         stores = {layers: _store(Path(directory) / str(layers), layers) for layers in (SHALLOW, DEEP)}
         runs = {key: _run(stores[layers], threads, fuse) for key, layers, fuse in _RUNS}
+        paused = _run(stores[DEEP], threads, True, pause_s=PAUSE_S)
         starved = _run(stores[DEEP], threads, True, slots=4)
     between = DEEP - SHALLOW
     layer = max(1e-4, (runs["deep"].busy_ms - runs["shallow"].busy_ms) / between)
     plain = max(layer, (runs["deep plain"].busy_ms - runs["shallow plain"].busy_ms) / between)
     step = max(0.0, runs["shallow"].busy_ms - SHALLOW * layer)
-    miss = max(0.0, (starved.busy_ms - runs["deep"].busy_ms) / max(1.0, starved.misses))
+    wait = max(0.0, (paused.busy_ms - runs["deep"].busy_ms) / DEEP)
+    waits = min(DEEP, starved.misses)  # with so few slots nearly every layer waits
+    miss = max(0.0, (starved.busy_ms - runs["deep"].busy_ms - waits * wait) / max(1.0, starved.misses))
     print(
         json.dumps(
             {
-                "step_ms": step, "layer_ms": layer, "plain_layer_ms": plain, "miss_ms": miss,
+                "step_ms": step, "layer_ms": layer, "plain_layer_ms": plain, "miss_ms": miss, "wait_ms": wait,
                 "process_bytes": runs["shallow"].process_bytes,
             }
         )
@@ -63,7 +69,7 @@ class _Found:
         self.process_bytes = process_bytes
 
 
-def _run(store: Path, threads: int, fuse: bool, slots: int | None = None) -> _Found:
+def _run(store: Path, threads: int, fuse: bool, slots: int | None = None, pause_s: float = 0.0) -> _Found:
     from stoker.runtime.model import Options, load
 
     options = Options(memory=2 * GIB, path="hot", threads=threads, ctx_size=256, fuse=fuse)
@@ -72,28 +78,47 @@ def _run(store: Path, threads: int, fuse: bool, slots: int | None = None) -> _Fo
             _starve(runtime, slots)
         else:
             runtime.residency.warm()
+        paused = _Pauses(runtime, pause_s) if pause_s else None
         sequence = runtime.new_sequence()
         runtime.prefill(sequence, [1, 2, 3, 4])
         busy, misses, tally = [], [], runtime.residency.tally
         for index in range(TOKENS):
             stall_ns, missed, started = tally.stall_ns, tally.misses, time.perf_counter_ns()
+            slept_ns = paused.slept_ns if paused else 0
             runtime.decode([sequence], [(7 * index + 5) % 500])
             if index >= WARM_UP:
-                busy.append((time.perf_counter_ns() - started - (tally.stall_ns - stall_ns)) / 1e6)
+                idle_ns = tally.stall_ns - stall_ns + (paused.slept_ns - slept_ns if paused else 0)
+                busy.append((time.perf_counter_ns() - started - idle_ns) / 1e6)
                 misses.append(tally.misses - missed)
         return _Found(busy, misses, int(runtime.ledger()["process_bytes"]))
 
 
-def _starve(runtime: object, slots: int) -> None:
+class _Pauses:
+    """Sleeps in every acquire, as a wait for a read does: threads and caches are cold when the layer goes on."""
+
+    def __init__(self, runtime: Any, seconds: float) -> None:
+        self.slept_ns = 0
+        residency, acquire = runtime.residency, runtime.residency.acquire
+
+        def slow(pool: int, experts: Sequence[int]) -> Any:
+            started = time.perf_counter_ns()
+            time.sleep(seconds)
+            self.slept_ns += time.perf_counter_ns() - started
+            return acquire(pool, experts)
+
+        residency.acquire = slow
+
+
+def _starve(runtime: Any, slots: int) -> None:
     """Put a residency with few slots where the full one was."""
     from stoker.residency import Residency
     from stoker.runtime.skeleton import moe_blocks
 
-    full = runtime.residency  # type: ignore[attr-defined]
-    few = Residency(runtime.store, runtime.queue, path="hot", slots=slots, ring_records=4)  # type: ignore[attr-defined]
-    for block in moe_blocks(runtime.model):  # type: ignore[attr-defined]
+    full = runtime.residency
+    few = Residency(runtime.store, runtime.queue, path="hot", slots=slots, ring_records=4)
+    for block in moe_blocks(runtime.model):
         block.experts.streamed.residency = few
-    runtime.residency = few  # type: ignore[attr-defined]
+    runtime.residency = few
     full.close()
 
 

@@ -30,6 +30,7 @@ EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXPERTS_A_CALL = 8
 DENSE_BITS, EXPERT_BITS = 16, 16  # how finely the engine rounds activations
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
+PAUSE_S, COLD_CALLS, COLD_PRODUCTS = 0.003, 60, 3
 SHORT, LONG, PREFILL = 64, 8192, 512
 
 
@@ -49,6 +50,7 @@ def measure(threads: int) -> Kernels:
                 isa=kernels.isa(),
                 read_bytes_s=reads,
                 matvec_bytes_s=dense_macs[1] / DENSE_MACS * DENSE.total_bytes,
+                cold_bytes_s=dense.cold_bytes_s(),
                 experts_bytes_s=expert_macs[1] / EXPERT_MACS * EXPERT.record_bytes,
                 lone_expert_bytes_s=lone,
                 dense_macs_s=dense_macs,
@@ -127,6 +129,19 @@ class _Dense:
                 self.next += 1
 
         return calls * tokens * DENSE_MACS / median_s(work)
+
+    def cold_bytes_s(self) -> float:
+        """A layer's worth of products after a pause, as after waiting for a read: threads sleep, the clock is low."""
+        x, out = torch.randn(1, HIDDEN), torch.empty(1, DENSE.rows)
+        times = []
+        for _ in range(COLD_CALLS):
+            time.sleep(PAUSE_S)
+            started = time.perf_counter()
+            for _ in range(COLD_PRODUCTS):
+                kernels.matmul(self.matrices[self.next % len(self.matrices)], x, out)
+                self.next += 1
+            times.append(time.perf_counter() - started)
+        return COLD_PRODUCTS * DENSE.total_bytes / statistics.median(times)
 
 
 class _Experts:

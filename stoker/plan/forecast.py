@@ -123,7 +123,7 @@ def decode(
     layers_ms = (shape.layers - shape.plain_attention) * costs.layer_ms + shape.plain_attention * costs.plain_layer_ms
     missed = misses_of(shape, setting, routing)
     expected = float(missed @ np.arange(len(missed)))
-    misses_ms = expected * costs.miss_ms
+    misses_ms = expected * costs.miss_ms + (1 - float(missed[0])) * (costs.wait_ms + cold_ms(shape, machine.profile))
     between_ms = (dense_ms + attention_ms + layers_ms) / shape.layers + misses_ms
     layer = simulate(missed, times_of(shape, machine, setting, between_ms), read_ahead(shape, setting))
     return TokenForecast(
@@ -137,6 +137,13 @@ def decode(
         read_bytes=shape.moe_layers * layer.reads * shape.record_bytes,
         hit_rate=hit_rate(missed),
     )
+
+
+def cold_ms(shape: ModelShape, profile: Profile) -> float:
+    """What a layer's matrices take longer after a wait than back to back."""
+    kernels = profile.kernels
+    nbytes = shape.dense_layer_bytes + shape.top_k * shape.record_bytes
+    return 1e3 * nbytes * max(0.0, 1 / kernels.cold_bytes_s - 1 / kernels.matvec_bytes_s)
 
 
 def times_of(shape: ModelShape, machine: Machine, setting: Setting, between_ms: float) -> LayerTimes:

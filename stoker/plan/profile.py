@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class Costs:
     """What a step costs beside arithmetic and reads, in ms: measured on a model too small to compute anything.
 
     step: once a step; layer: each layer with native attention; plain_layer: with transformers' own attention; miss: the
-    processor's share of one demand read; prefill_token: each token and layer of a prefill step.
+    processor's share of one demand read; wait: what a layer takes longer after a wait, with threads and caches cold.
     """
 
     step_ms: float
     layer_ms: float
     plain_layer_ms: float
     miss_ms: float
+    wait_ms: float
     process_bytes: int
 
 
@@ -66,7 +67,8 @@ class Costs:
 class Kernels:
     """Rates of arithmetic with all threads.
 
-    read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token;
+    read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token, back to back,
+    cold_bytes_s: each after a pause;
     dense_macs_s and expert_macs_s: multiply-accumulates a second by tokens (rows) a matrix; expert rows 1: `one` expert
     alone is slower than several in one call; attention_macs_s: scores and values, "decode" over a long context and
     "prefill"; pair_bytes_s: bytes a second through the weighted sum of experts' outputs; touch_bytes_s:
@@ -76,6 +78,7 @@ class Kernels:
     isa: str
     read_bytes_s: dict[int, float]
     matvec_bytes_s: float
+    cold_bytes_s: float
     experts_bytes_s: float
     lone_expert_bytes_s: float
     dense_macs_s: dict[int, float]

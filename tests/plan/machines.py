@@ -17,6 +17,7 @@ def machine(
     macs_s: float = 100e9,
     layer_ms: float = 0.0,
     miss_ms: float = 0.0,
+    wait_ms: float = 0.0,
     buffered_bytes_s: float = 0.5e9,
 ) -> Profile:
     """A MiB takes record_ms, one after the other; every read has latency_ms before it from idle."""
@@ -45,6 +46,7 @@ def machine(
             isa="avx2",
             read_bytes_s={1: 10e9, 2: 20e9},
             matvec_bytes_s=10e9,
+            cold_bytes_s=10e9,
             experts_bytes_s=expert_bytes_s,
             lone_expert_bytes_s=expert_bytes_s,
             dense_macs_s=dict(rates),
@@ -54,7 +56,12 @@ def machine(
             touch_bytes_s=1e15,
         ),
         costs=Costs(
-            step_ms=0.0, layer_ms=layer_ms, plain_layer_ms=3 * layer_ms, miss_ms=miss_ms, process_bytes=400 << 20
+            step_ms=0.0,
+            layer_ms=layer_ms,
+            plain_layer_ms=3 * layer_ms,
+            miss_ms=miss_ms,
+            wait_ms=wait_ms,
+            process_bytes=400 << 20,
         ),
     )
 

@@ -118,6 +118,9 @@ def test_fixed_costs_count_by_layer_miss_and_kind_of_attention() -> None:
     base = decode(model(), Machine(machine()), SETTING, Always(2)).overhead_ms
     costly = Machine(machine(layer_ms=0.2, miss_ms=0.1))
     assert decode(model(), costly, SETTING, Always(2)).overhead_ms - base == pytest.approx(10 * 0.2 + 20 * 0.1)
+    waiting = Machine(machine(wait_ms=0.3))
+    assert decode(model(), waiting, SETTING, Always(2)).overhead_ms - base == pytest.approx(10 * 0.3)
+    assert decode(model(), waiting, SETTING, Always(0)).overhead_ms == pytest.approx(base)
     plain = decode(model(plain_attention=5), costly, SETTING, Always(2)).overhead_ms
     assert plain - base == pytest.approx(5 * 0.2 + 5 * 0.6 + 20 * 0.1)
 
