@@ -67,12 +67,11 @@ class Costs:
 class Kernels:
     """Rates of arithmetic with all threads.
 
-    read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token, back to back,
-    cold_bytes_s: each after a pause;
-    dense_macs_s and expert_macs_s: multiply-accumulates a second by tokens (rows) a matrix; expert rows 1: `one` expert
-    alone is slower than several in one call; attention_macs_s: scores and values, "decode" over a long context and
-    "prefill"; pair_bytes_s: bytes a second through the weighted sum of experts' outputs; touch_bytes_s:
-    of an arena's pages used for the first time.
+    read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token, back
+    to back, cold_bytes_s: each after a pause; dense_macs_s and expert_macs_s: multiply-accumulates a second by tokens
+    (rows) a matrix; expert rows 1: `one` expert alone is slower than several in one call; attention_macs_s: scores and
+    values, "decode" over a long context and "prefill"; pair_bytes_s: bytes a second through the weighted sum of
+    experts' outputs; touch_bytes_s: of an arena's pages used for the first time.
     """
 
     isa: str
