@@ -36,9 +36,10 @@ class StokerError(Exception):
 
 
 class OptionError(StokerError):
-    """An option that is unknown, malformed, or does not apply."""
+    """An option that is unknown, malformed, or does not apply. field: of the HTTP request, where it came by one."""
 
     exit_code = 2
+    field: str | None = None
 
 
 class CheckpointError(StokerError):
@@ -74,3 +75,20 @@ class DiskSpaceError(StokerError):
 
 class TraceError(StokerError):
     """A trace that is missing, damaged, of another kind, or newer than this stoker."""
+
+
+class ContextError(OptionError):
+    """A request that cannot fit the context: asked_tokens of prompt and answer against limit_tokens."""
+
+    asked_tokens: int = 0
+    limit_tokens: int = 0
+
+
+class QueueFull(StokerError):
+    """No more requests can wait now; retry_after_s: when to try again, in seconds."""
+
+    retry_after_s: float = 1.0
+
+
+class Closing(StokerError):
+    """The engine takes no more requests, because it is shutting down or has failed."""

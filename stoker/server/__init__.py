@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI and Anthropic APIs over loaded models."""
