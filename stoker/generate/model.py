@@ -19,6 +19,8 @@ from stoker.generate.report import Result
 from stoker.generate.request import Request, resolve_sampling
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from stoker.trace.events import Recorder
@@ -294,6 +296,11 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Counters since loading."""
         return dict(self.runtime.stats())
+
+    def expert_uses(self) -> "NDArray[np.int64]":
+        """How often each MoE layer chose each expert since loading: int64 [L, E]; safe from another thread."""
+        uses_LE: NDArray[np.int64] = self.runtime.expert_uses()
+        return uses_LE
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -21,6 +21,7 @@ from stoker.native import kernels
 from stoker.routing.replay import LayerReplay
 from stoker.runtime.skeleton import EXPERTS_IMPLEMENTATION
 from stoker.runtime.step import StepContext
+from stoker.runtime.uses import LayerUses
 
 if TYPE_CHECKING:
     from stoker.residency import Residency
@@ -108,6 +109,7 @@ class StreamedExperts:
         self.layer, self.pool, self.pool_experts = layer, pool, pool_experts
         self.kernel, self.residency, self.path = kernel, residency, path
         self.step, self.scratch, self.prefetch, self.recorder = step, scratch, prefetch, recorder
+        self.uses = LayerUses(layer, pool_experts)
         self.next: StreamedExperts | None = None
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
         self.replay: LayerReplay | None = None  # recorded routes instead of the gate's: benchmarks alone set it
@@ -119,6 +121,10 @@ class StreamedExperts:
         width = hidden_TD.shape[1]
         hidden_TD = hidden_TD.contiguous()
         pairs = Pairs.of(index_TK)
+        if tokens == 1:
+            self.uses.single(pairs.experts)
+        else:
+            self.uses.step(index_TK)
         out_PD = self.scratch.take(tokens * choices, width)
         before = self._tally() if self.recorder is not None else (0, 0, 0)
         if self._streams(len(pairs.experts)):

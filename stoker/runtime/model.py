@@ -14,7 +14,9 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -31,6 +33,7 @@ from stoker.runtime.plan import Options, Plan, plan_run
 from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
 from stoker.runtime.step import StepContext
+from stoker.runtime.uses import LayerUses, as_array
 from stoker.store.reader import Store, open_store
 from stoker.trace.events import Phase
 
@@ -105,6 +108,7 @@ class Runtime:
         blocks = moe_blocks(self.model)
         pool_of_layer = {layer: pool for pool in self.store.pools for layer in pool.layers}
         scratch, previous = Scratch(), None
+        self._uses: list[LayerUses] = []
         for block in blocks:
             pool = pool_of_layer.get(block.layer)
             if pool is None:
@@ -127,6 +131,7 @@ class Runtime:
             for parameter in list(block.experts._parameters):
                 block.experts._parameters[parameter] = None
             block.experts.streamed = streamed
+            self._uses.append(streamed.uses)
             if previous is not None:
                 previous.next = streamed
             previous = streamed
@@ -237,7 +242,7 @@ class Runtime:
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
         if self.recorder is not None:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
-            now, rss = time.monotonic_ns(), budget.resident_bytes()
+            now, rss = time.monotonic_ns(), budget.resident_bytes_now()
             self.recorder.step(self.step.index, phase, ids.numel(), started, now, rss)
         return logits.squeeze(0) if keep is not None else logits
 
@@ -300,6 +305,10 @@ class Runtime:
     def ledger(self) -> dict[str, Any]:
         """The division of the budget, in bytes."""
         return self.budget.as_dict()
+
+    def expert_uses(self) -> NDArray[np.int64]:
+        """How often each MoE layer chose each expert since loading, one count a (token, choice): int64 [L, E]."""
+        return as_array(self._uses)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading, with the names of DESIGN section 8, and the process's peak RSS in bytes."""
