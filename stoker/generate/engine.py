@@ -1,6 +1,7 @@
 """One request from prompt tokens to text: prefill, then token by token until it stops. The clock is read here.
 
-Drives a runtime and a sequence that others own, under a lock that others share; knows no files, options or messages.
+Drives a runtime and a sequence that others own, under a lock that others share; what is made of the logits is
+output.py's. Knows no files, options or messages.
 """
 
 import threading
@@ -11,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.generate.detokenize import Detokenizer
-from stoker.generate.report import Result, Timings, Usage, phase_stats
-from stoker.generate.request import FinishReason, Request
-from stoker.generate.sampler import Sample, Sampler
-from stoker.generate.stops import StopStrings
+from stoker.generate.output import Output
+from stoker.generate.report import Result, growth
+from stoker.generate.request import Request
 
 
 class _Cancelled(Exception):
@@ -39,57 +38,43 @@ class Generation:
         self.result: Result | None = None
         self.cancelled = threading.Event()
         self._runtime = runtime
-        self._request = request
-        self._limit_tokens = request.limit_tokens(runtime.ctx_size)
-        self._ends = frozenset(() if request.ignore_eos else runtime.eos_token_ids)
+        self._prompt = request.prompt_ids
         self._lock = lock or threading.RLock()
         self._on_prefill = on_prefill
-        self._sampler = Sampler(request.sampling, runtime.vocab_size, request.prompt_ids)
-        self._detokenizer = Detokenizer(runtime.tokenizer, request.prompt_ids) if runtime.tokenizer else None
-        self._stops = StopStrings(request.stop)
-        self._samples: list[Sample] = []
-        self._pieces: list[str] = []
-        self._step_ns: list[int] = []
+        self._output = Output(runtime, request)
 
     def run(self, sequence: Any) -> Iterator[str]:
         """Generate into `sequence`, keeping what it has in common with the prompt; yields text that is certain.
 
         The sequence holds whole tokens only, whatever ends the run but an error of the runtime.
         """
-        start_ns, counters = time.perf_counter_ns(), [self._runtime.stats()]
-        prompt, ttft_ns = self._request.prompt_ids, 0
-        cached_tokens = self._rewind(sequence)
-        reason: FinishReason = "cancelled"
-        logits_V = self._prefill(sequence, prompt[cached_tokens:])
-        prefill_ns = time.perf_counter_ns() - start_ns
-        counters.append(self._runtime.stats())
+        output, start_ns = self._output, time.perf_counter_ns()
+        output.cached_tokens = self._rewind(sequence)
+        before = self._runtime.stats()
+        logits_V = self._prefill(sequence, self._prompt[output.cached_tokens :])
+        output.prefill_ns = time.perf_counter_ns() - start_ns
+        output.computed_tokens = len(self._prompt) - output.cached_tokens if logits_V is not None else 0
+        between = self._runtime.stats()
+        output.account("prefill", growth(before, between))
         try:
             while logits_V is not None and not self.cancelled.is_set():
-                token = self._choose(logits_V)
-                ttft_ns = ttft_ns or time.perf_counter_ns() - start_ns
-                yield from self._say(token)
-                ended = self._ended(token)
-                if ended is not None:
-                    reason = ended
+                piece = self._push(logits_V)
+                output.ttft_ns = output.ttft_ns or time.perf_counter_ns() - start_ns
+                if piece:
+                    yield piece
+                if output.reason is not None:
                     break
-                logits_V = self._decode(sequence, token)
-            tail = self._tail()
-            if self._stops.hit is not None:
-                reason = "stop"
+                logits_V = self._decode(sequence, output.last_token)
+            tail = output.finish()
             if tail:
-                self._pieces.append(tail)
                 yield tail
         finally:
-            counters.append(self._runtime.stats())
-            total_ns = time.perf_counter_ns() - start_ns
-            computed = len(prompt) - cached_tokens if logits_V is not None else 0
-            timings = Timings.of(prefill_ns, ttft_ns, total_ns, self._step_ns, computed)
-            self.result = self._conclude(reason, cached_tokens, timings, counters)
+            output.account("decode", growth(between, self._runtime.stats()))
+            self.result = output.result(time.perf_counter_ns() - start_ns)
 
     def _rewind(self, sequence: Any) -> int:
         """Cut the sequence back to what it shares with the prompt; the prompt's last token is always computed."""
-        prompt = self._request.prompt_ids
-        shared = min(common_prefix(sequence.ids, prompt), len(prompt) - 1)
+        shared = min(common_prefix(sequence.ids, self._prompt), len(self._prompt) - 1)
         with self._lock:
             return int(sequence.truncate(shared)) if sequence.length else 0
 
@@ -113,55 +98,15 @@ class Generation:
         start_ns = time.perf_counter_ns()
         with self._lock:
             logits_V: NDArray[np.float32] = np.asarray(self._runtime.decode([sequence], [token]))[0]
-        self._step_ns.append(time.perf_counter_ns() - start_ns)
+        self._output.step_ns.append(time.perf_counter_ns() - start_ns)
         return logits_V
 
-    def _choose(self, logits_V: NDArray[np.float32]) -> int:
+    def _push(self, logits_V: NDArray[np.float32]) -> str:
         start_ns = time.perf_counter_ns()
-        sample = self._sampler.sample(logits_V)
-        self._samples.append(sample)
-        if self._step_ns:
-            self._step_ns[-1] += time.perf_counter_ns() - start_ns
-        return sample.token
-
-    def _say(self, token: int) -> Iterator[str]:
-        if token in self._ends or self._detokenizer is None:
-            return
-        piece = self._stops.push(self._detokenizer.push(token))
-        if piece:
-            self._pieces.append(piece)
-            yield piece
-
-    def _ended(self, token: int) -> FinishReason | None:
-        if token in self._ends or self._stops.hit is not None:
-            return "stop"
-        return "length" if len(self._samples) >= self._limit_tokens else None
-
-    def _tail(self) -> str:
-        """What was held back, at the end of the output."""
-        if self._stops.hit is not None or self._detokenizer is None:
-            return ""
-        tail = self._stops.push(self._detokenizer.finish())
-        return tail if self._stops.hit is not None else tail + self._stops.finish()
-
-    def _conclude(
-        self, reason: FinishReason, cached_tokens: int, timings: Timings, counters: list[dict[str, Any]]
-    ) -> Result:
-        before, between, after = counters
-        prompt_tokens, decoded = len(self._request.prompt_ids), len(self._step_ns)
-        return Result(
-            text="".join(self._pieces),
-            token_ids=[sample.token for sample in self._samples],
-            finish_reason=reason,
-            usage=Usage(prompt_tokens, cached_tokens, len(self._samples)),
-            timings=timings,
-            stats={
-                "prefill": phase_stats(before, between, prompt_tokens - cached_tokens, timings.prefill_ms),
-                "decode": phase_stats(between, after, decoded, timings.decode_ms),
-            },
-            seed=self._sampler.seed,
-            logprobs=None if self._request.sampling.logprobs is None else list(self._samples),
-        )
+        piece, _ = self._output.push(logits_V)
+        if self._output.step_ns:
+            self._output.step_ns[-1] += time.perf_counter_ns() - start_ns
+        return piece
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

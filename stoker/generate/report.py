@@ -72,12 +72,16 @@ class Timings:
         )
 
 
-def phase_stats(before: Mapping[str, Any], after: Mapping[str, Any], tokens: int, wall_ms: float) -> dict[str, float]:
-    """The reads of one phase from two counter snapshots: totals, and the ratios per demand, token and wall time.
+def growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
+    """What the reported counters grew by between two snapshots."""
+    return {name: int(after.get(name, 0)) - int(before.get(name, 0)) for name in COUNTERS}
+
+
+def phase_stats(grown: Mapping[str, float], tokens: int, wall_ms: float) -> dict[str, float]:
+    """The reads of one phase from what the counters grew by: totals, and the ratios per demand, token and wall time.
 
     read_bytes counts demand reads and prefetches alike: what the device was asked for.
     """
-    grown = {name: int(after.get(name, 0)) - int(before.get(name, 0)) for name in COUNTERS}
     assert grown["dropped_experts"] == 0, "an expert was left out of a step"
     read_bytes = grown["demand_bytes"] + grown["prefetch_bytes"]
     stall_ms = grown["stall_ns"] / 1e6

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from stoker.errors import OptionError
+from stoker.errors import ContextError, OptionError
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -119,7 +119,7 @@ class Request:
                 raise OptionError("a stop string must be text that is not empty", where="stop", got=repr(text))
 
     def limit_tokens(self, ctx_size: int) -> int:
-        """How many tokens may be generated in a context of `ctx_size` tokens; OptionError when the request cannot fit.
+        """How many tokens may be generated in a context of `ctx_size` tokens; ContextError when the request cannot fit.
 
         The last generated token is never fed back, so it needs no place in the context.
         """
@@ -128,13 +128,15 @@ class Request:
         if room < wanted:
             needed = len(self.prompt_ids) + wanted - 1
             asked = f"{len(self.prompt_ids)} prompt tokens" + (f" + {wanted} to generate" if self.max_tokens else "")
-            raise OptionError(
+            error = ContextError(
                 "the context is too long",
                 where="ctx_size",
                 expected=f"at most {ctx_size} tokens",
                 got=asked,
                 remedy=f"load with ctx_size (--ctx-size) of at least {needed}, or ask for less",
             )
+            error.asked_tokens, error.limit_tokens = needed, ctx_size
+            raise error
         return room if self.max_tokens is None else self.max_tokens
 
 

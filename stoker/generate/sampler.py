@@ -50,14 +50,16 @@ class Sampler:
         if options.penalises:
             self._seen_V[_ids(prompt_ids, vocab_tokens, "prompt")] = True
 
-    def sample(self, logits_V: NDArray[np.float32]) -> Sample:
+    def sample(self, logits_V: NDArray[np.float32], mask: NDArray[np.uint32] | None = None) -> Sample:
         """Choose from float32 logits [V] (left unchanged) and remember the choice.
 
-        Raises StokerError when the logits hold NaN, or nothing but -inf: that is a damaged model, not a token.
+        mask: packed bits, low bit first, of the tokens that may be chosen (those past its end may not); it comes
+        before everything else, and changes no reported logprob. Raises StokerError when the logits hold NaN, or
+        nothing but -inf: that is a damaged model, not a token; and when the mask allows none.
         """
         if logits_V.shape != (self._vocab_tokens,):
             raise ValueError(f"logits must be [{self._vocab_tokens}], got {logits_V.shape}")
-        scores_V = self._penalised(logits_V)
+        scores_V = self._penalised(logits_V if mask is None else _allowed(logits_V, mask))
         if self.options.greedy:
             token = int(scores_V.argmax())
             _check_best(scores_V[token])
@@ -115,6 +117,15 @@ def candidates(scores_V: NDArray[np.float32], options: SamplingOptions) -> tuple
     if tokens is None:
         tokens = np.arange(len(scores_V))
     return tokens, weights
+
+
+def _allowed(logits_V: NDArray[np.float32], mask: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """A copy of the logits with -inf where the mask has no bit."""
+    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits_V), bitorder="little")
+    if not bits.any():
+        raise StokerError("the constraint on the output allows no token", where="mask", expected="at least one token")
+    _check_best(logits_V.max())
+    return np.where(bits.view(bool), logits_V, np.float32(-np.inf))
 
 
 def log_softmax(logits_V: NDArray[np.float32]) -> NDArray[np.float32]:
