@@ -9,31 +9,19 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stoker.errors import OptionError
+from stoker.generate.rates import Rates, Window
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from stoker.generate.model import Model
 
-WINDOW_S = 4.0
 REDRAW_S = 0.2
 LINES = 2
-COUNTED = (
-    "decode_tokens",
-    "decode_ns",
-    "prefill_tokens",
-    "hits",
-    "misses",
-    "demand_bytes",
-    "prefetch_bytes",
-    "stall_ns",
-)
 LEDGER = (
     ("process_bytes", "libraries", "bright_black"),
     ("dense_bytes", "dense", "magenta"),
@@ -43,45 +31,6 @@ LEDGER = (
     ("scratch_bytes", "scratch", "yellow"),
     ("reserve_bytes", "reserve", "white"),
 )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Over the last seconds; None where nothing happened. stall: share of the time; read: bytes a second."""
-
-    decoded: int
-    tok_s: float | None
-    stall: float | None
-    hit_rate: float | None
-    read_bytes_s: float | None
-    bytes_per_token: float | None
-
-
-class Window:
-    """Counters of the last few seconds, from which rates are taken. The clock is the caller's."""
-
-    def __init__(self, seconds: float = WINDOW_S) -> None:
-        self.seconds = seconds
-        self._seen: deque[tuple[float, dict[str, int]]] = deque()
-
-    def add(self, now_s: float, stats: Mapping[str, Any]) -> None:
-        self._seen.append((now_s, {name: int(stats[name]) for name in COUNTED}))
-        while len(self._seen) > 2 and now_s - self._seen[1][0] > self.seconds:
-            self._seen.popleft()
-
-    def rates(self) -> Rates:
-        (then_s, then), (now_s, now) = self._seen[0], self._seen[-1]
-        grown = {name: now[name] - then[name] for name in COUNTED}
-        spent_s, tokens = now_s - then_s, grown["decode_tokens"]
-        read, asked = grown["demand_bytes"] + grown["prefetch_bytes"], grown["hits"] + grown["misses"]
-        return Rates(
-            decoded=now["decode_tokens"],
-            tok_s=tokens * 1e9 / grown["decode_ns"] if grown["decode_ns"] else None,
-            stall=min(1.0, grown["stall_ns"] / 1e9 / spent_s) if spent_s > 0 else None,
-            hit_rate=grown["hits"] / asked if asked else None,
-            read_bytes_s=read / spent_s if spent_s > 0 else None,
-            bytes_per_token=read / tokens if tokens else None,
-        )
 
 
 class Region:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from stoker.cli.live import Window, render
+from stoker.cli.live import render
+from stoker.generate.rates import Window
 from tests.cli.conftest import ENVIRONMENT, stoker, stoker_command
 
 PROMPT = "What is the capital of France?"
@@ -28,7 +29,7 @@ LEDGER = {
 
 def stats(**changed: int) -> dict[str, int]:
     names = ("decode_tokens", "decode_ns", "prefill_tokens", "hits", "misses", "demand_bytes", "prefetch_bytes")
-    return {**dict.fromkeys((*names, "stall_ns"), 0), **changed}
+    return {**dict.fromkeys((*names, "prefill_ns", "stall_ns"), 0), **changed}
 
 
 def test_rates_are_of_the_last_seconds() -> None:
