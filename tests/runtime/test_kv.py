@@ -1,4 +1,4 @@
-"""The pool of KV blocks as a state machine: sequences, sharing and a keeper, against plain lists of what was written."""
+"""The pool of KV blocks as a state machine: sequences, sharing, a keeper, against plain lists of what was written."""
 
 import pytest
 import torch
