@@ -1,0 +1,205 @@
+"""`/live` and `/live/stream`: what the server does right now, as JSON, once a second.
+
+One sampler for all who look: it reads counters of the models in memory and keeps the last minutes of the main rates.
+Holds no prompt and no text. Needs the server's key where there is one.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+from fastapi import APIRouter, Request, Response
+
+from stoker import __version__
+from stoker.errors import StokerError
+from stoker.generate.rates import Window
+from stoker.server.errors import RequestError
+from stoker.server.heat import Heat
+from stoker.server.observe import Totals
+from stoker.server.sse import EventStream
+
+LOG = logging.getLogger("stoker.server")
+EVERY_S = 1.0
+MOST_LISTENERS = 16
+HISTORY = 120  # samples kept of the main rates
+COUNTERS = (
+    "hits",
+    "misses",
+    "demand_bytes",
+    "prefetch_bytes",
+    "prefetch_used",
+    "prefetch_on_time",
+    "prefetch_wasted_bytes",
+    "stall_ns",
+    "evictions",
+    "dropped_experts",
+    "prefill_tokens",
+    "decode_tokens",
+)
+
+
+class ModelView:
+    """What has been seen of one model in memory."""
+
+    def __init__(self) -> None:
+        self.window, self.heat = Window(), Heat()
+        self.history: deque[tuple[float | None, float | None, float | None, float | None]] = deque(maxlen=HISTORY)
+        self._tokens = 0
+
+    def add(self, now_s: float, service: Any) -> dict[str, Any]:
+        """Take a sample; the model as JSON."""
+        model, stats, status = service.model, service.model.stats(), service.batcher.status()
+        tokens = int(stats["prefill_tokens"] + stats["decode_tokens"])
+        self.window.add(now_s, stats)
+        self.heat.add(model.expert_uses(), tokens - self._tokens)
+        self._tokens = tokens
+        rates = self.window.rates()
+        self.history.append((rates.tok_s, rates.stall_of_steps, rates.hit_rate, rates.read_bytes_s))
+        prefix = getattr(service, "prefix", None)
+        return {
+            "loaded": True,
+            "rates": asdict(rates),
+            "status": asdict(status),
+            "counters": {name: stats[name] for name in COUNTERS},
+            "ledger": model.ledger(),
+            "prefix": None if prefix is None else prefix.stats(),
+            "heat": self.heat.picture(),
+            "path": stats["path"],
+            "context_tokens": model.runtime.ctx_size,
+        }
+
+
+class Sampler:
+    """Samples every model that is in memory. `latest` is the last sample; `changed` wakes those who wait for one."""
+
+    def __init__(self, registry: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
+        self._start_s = clock()
+        self._views: dict[str, tuple[Any, ModelView]] = {}
+        self._process = psutil.Process()
+        self._next = asyncio.Event()
+        self.listeners = 0
+        self.latest: dict[str, Any] = {}
+        self.closing = False
+
+    def sample(self) -> dict[str, Any]:
+        """Take a sample now."""
+        now_s = self._clock()
+        loaded = {service.name: service for service in self._registry.loaded()}
+        self._views = {name: kept for name, kept in self._views.items() if loaded.get(name) is kept[0]}
+        models: dict[str, dict[str, Any]] = {}
+        for name in self._registry.names:
+            shown: dict[str, Any] = {"loaded": False}
+            if name in loaded:
+                _, view = self._views.setdefault(name, (loaded[name], ModelView()))
+                shown = view.add(now_s, loaded[name])
+            models[name] = shown | _requests(self._registry.totals[name])
+        self.latest = {
+            "version": __version__,
+            "time_s": time.time(),
+            "uptime_s": now_s - self._start_s,
+            "rss_bytes": int(self._process.memory_info().rss),
+            "draining": bool(loaded)
+            and all(model.get("status", {}).get("draining", True) for model in models.values()),
+            "models": models,
+        }
+        return self.latest
+
+    def with_history(self) -> dict[str, Any]:
+        """The latest sample, with the last minutes: per model [tok_s, stall_of_steps, hit_rate, read_bytes_s] rows."""
+        latest = self.latest or self.sample()
+        history = {name: list(view.history) for name, (_, view) in self._views.items()}
+        return latest | {"every_s": EVERY_S, "history": history}
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        while True:
+            try:
+                self.sample()
+            except StokerError:  # a model was closed while it was read: the next sample no longer lists it
+                pass
+            except Exception:
+                LOG.exception("the live figures could not be read")
+            self._wake()
+            await asyncio.sleep(EVERY_S)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The present with its history, then one event a sample. Who reads slowly misses samples, not memory."""
+        self.listeners += 1
+        try:
+            yield _event(self.with_history())
+            while not self.closing and not self.latest.get("draining"):
+                await self._next.wait()
+                yield _event(self.latest)
+        finally:
+            self.listeners -= 1
+
+    def close(self) -> None:
+        """End every stream."""
+        self.closing = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+
+def _requests(totals: Totals) -> dict[str, Any]:
+    recent = sorted(totals.recent_first_token_s)
+    return {
+        "finished": dict(totals.finished),
+        "refused": dict(totals.refused),
+        "first_token_s": {
+            "last": totals.recent_first_token_s[-1] if recent else None,
+            "median": recent[len(recent) // 2] if recent else None,
+        },
+        "tokens": {
+            "prompt": totals.prompt_tokens,
+            "cached": totals.cached_tokens,
+            "completion": totals.completion_tokens,
+        },
+    }
+
+
+def _event(sample: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(sample, separators=(",", ":")).encode() + b"\n\n"
+
+
+def router(registry: Any, settings: Any) -> APIRouter:
+    """`GET /live` and `GET /live/stream`; samples are taken while the application runs."""
+    sampler = Sampler(registry)
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        task = asyncio.create_task(sampler.run())
+        yield
+        sampler.close()
+        task.cancel()
+
+    routes = APIRouter(lifespan=lifespan, tags=["watch"])
+
+    @routes.get("/live", summary="What the server does now, with the last two minutes")
+    async def live() -> Response:
+        return _json(sampler.with_history())
+
+    @routes.get("/live/stream", summary="The same as server-sent events, once a second")
+    async def stream(request: Request) -> Response:
+        if sampler.listeners >= MOST_LISTENERS:
+            raise RequestError(
+                f"{MOST_LISTENERS} others are watching", status=429, code="too_many_listeners", retry_after_s=5
+            )
+        return EventStream(request, sampler.events(), every_s=settings.sse_keep_alive_s)
+
+    return routes
+
+
+def _json(content: dict[str, Any]) -> Response:
+    text = json.dumps(content, separators=(",", ":"))
+    return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
