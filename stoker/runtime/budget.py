@@ -10,12 +10,14 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
 from stoker.errors import BudgetError, OptionError
 
 MIB = 1 << 20
 GIB = 1 << 30
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _UNITS = {
     "": 1, "b": 1,
@@ -113,6 +115,20 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
         return int(psutil.Process().memory_info().rss)
     return 0
+
+
+def resident_bytes_now() -> int:
+    """The same in a few microseconds, for every step's record: one file stays open."""
+    try:
+        return int(os.pread(_statm(os.getpid()), 256, 0).split()[1]) * _PAGE_BYTES
+    except OSError:  # not Linux
+        return resident_bytes()
+
+
+@lru_cache(maxsize=1)
+def _statm(pid: int) -> int:
+    """The file of this process; a child opens its own."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def peak_resident_bytes(root: Path = Path("/")) -> int:

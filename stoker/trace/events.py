@@ -45,9 +45,9 @@ ROUTE_COLUMNS = {"route.experts": "int32", "route.weights": "float32"}
 class Recorder(Protocol):
     """What the engine calls while it runs; None stands for "off". Times are `time.monotonic_ns()`.
 
-    Every call copies what it is given and returns in microseconds. Calls may come from any thread that holds the GIL.
-    The calls of one step come between its predecessor's `step` and its own, so reads and evictions are counted to the
-    step that is running. Steps are numbered from 0 by the caller.
+    Every call returns in microseconds; routes are copied between steps and must not be changed after they were given.
+    Calls may come from any thread that holds the GIL. The calls of one step come between its predecessor's `step` and
+    its own, so reads and evictions are counted to the step that is running. Steps are numbered from 0 by the caller.
     """
 
     def layer(

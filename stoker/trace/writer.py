@@ -1,8 +1,9 @@
 """Records a run into one trace file, cheaply and in bounded memory.
 
-Rows are appended to flat integer arrays, routes to preallocated buffers. When a few megabytes have gathered, the end of
-a step writes them out as a part beside the file; `close` joins the parts into FILE and removes them. After a crash the
-parts remain and can be read as they are. Must not know torch: tensors come in through numpy's array protocol.
+Rows are appended to flat integer arrays. Routes are held as they came and copied between steps, many at a time, so that
+a layer hardly waits for its recorder. When a few megabytes have gathered, the end of a step writes them out as a part
+beside the file; `close` joins the parts into FILE and removes them. After a crash the parts remain and can be read.
+Must not know torch: tensors come in by numpy's array protocol.
 """
 
 import json
@@ -21,6 +22,7 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 
 ROUTES_PER_PART = 1 << 18
 ROW_INTEGERS_PER_PART = 1 << 18
+TOKENS_HELD = 1 << 9  # tokens (times layers) whose routes wait to be copied
 
 
 class TraceWriter:
@@ -46,9 +48,9 @@ class TraceWriter:
         self._closed = False
         self._running_step = 0
         self._routes_before = 0  # entries in earlier parts
-        self._route_count = 0
-        self._experts = np.empty(ROUTES_PER_PART, np.int32)
-        self._weights = np.empty(ROUTES_PER_PART, np.float32)
+        self._experts, self._weights = array("i"), array("f")
+        self._held: list[tuple[Any, ...]] = []  # what `layer` was given, and when
+        self._held_tokens = 0
         self._layer, self._read, self._evict, self._step = (array("q") for _ in range(4))
 
     def describe(self, **more: Any) -> None:
@@ -59,17 +61,11 @@ class TraceWriter:
     def layer(
         self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, hits: int, misses: int, wait_ns: int
     ) -> None:
-        experts = np.asarray(experts_TK)
-        tokens, k = experts.shape
-        start, end = self._route_count, self._route_count + experts.size
-        if end > len(self._experts):
-            self._grow(end)
-        self._experts[start:end] = experts.reshape(-1)
-        self._weights[start:end] = _floats(weights_TK).reshape(-1)
-        self._route_count = end
         self._running_step = step
-        route_start = self._routes_before + start
-        self._layer.extend((step, pool, layer, tokens, k, hits, misses, wait_ns, monotonic_ns(), route_start))
+        self._held.append((step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, monotonic_ns()))
+        self._held_tokens += len(experts_TK)
+        if self._held_tokens > 2 * TOKENS_HELD:  # a prefill: its tensors are not for keeping
+            self._take_routes()
 
     def read(self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int) -> None:
         self._read.extend((self._running_step, pool, expert, cls, submit_ns, start_ns, end_ns, nbytes))
@@ -80,8 +76,11 @@ class TraceWriter:
     def step(self, step: int, phase: int, n_tokens: int, start_ns: int, end_ns: int, rss_bytes: int) -> None:
         self._step.extend((step, phase, n_tokens, start_ns, end_ns, rss_bytes))
         self._running_step = step + 1
-        rows = len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
-        if rows > ROW_INTEGERS_PER_PART or self._route_count > ROUTES_PER_PART // 2:
+        if self._held_tokens > TOKENS_HELD:
+            self._take_routes()
+        held = len(self._held) * len(TABLES["layer"])
+        integers = held + len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
+        if integers > ROW_INTEGERS_PER_PART or len(self._experts) > ROUTES_PER_PART // 2:
             self._write_part()
 
     def close(self) -> None:
@@ -99,28 +98,43 @@ class TraceWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _grow(self, needed: int) -> None:
-        """A step larger than a part (a long prefill): make room for it; the next part shrinks again."""
-        size = 1 << (needed - 1).bit_length()
-        self._experts = np.resize(self._experts, size)
-        self._weights = np.resize(self._weights, size)
+    def _take_routes(self) -> None:
+        """Copy what is held, many steps at a time: code that has just run runs faster."""
+        for step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, time_ns in self._held:
+            if len(experts_TK) == 1:  # a decode step has many of these: lists are the fast way
+                (experts,), (weights,) = _plain(experts_TK), _plain(weights_TK)
+                tokens, k = 1, len(experts)
+                self._experts.extend(experts)
+                self._weights.extend(weights)
+            else:
+                array_TK = np.asarray(experts_TK)
+                tokens, k = array_TK.shape
+                self._experts.frombytes(array_TK.astype(np.int32).tobytes())
+                self._weights.frombytes(_floats(weights_TK).astype(np.float32).tobytes())
+            route_start = self._routes_before + len(self._experts) - tokens * k
+            self._layer.extend((step, pool, layer, tokens, k, hits, misses, wait_ns, time_ns, route_start))
+        self._held.clear()
+        self._held_tokens = 0
 
     def _write_part(self) -> None:
+        self._take_routes()
         columns: dict[str, np.ndarray] = {}
         for table, names in TABLES.items():
             rows: array[int] = getattr(self, f"_{table}")
             cells = np.array(rows, np.int64).reshape(-1, len(names))
             columns.update({f"{table}.{name}": cells[:, index] for index, name in enumerate(names)})
             del rows[:]
-        for name, buffer in zip(ROUTE_COLUMNS, (self._experts, self._weights), strict=True):
-            columns[name] = buffer[: self._route_count]
+        for (name, dtype), buffer in zip(ROUTE_COLUMNS.items(), (self._experts, self._weights), strict=True):
+            columns[name] = np.array(buffer, dtype)
         write_columns(self._parts / f"part-{self._part_count:05d}.safetensors", columns, self._metadata)
         self._part_count += 1
-        self._routes_before += self._route_count
-        self._route_count = 0
-        if len(self._experts) > ROUTES_PER_PART:
-            self._experts = np.empty(ROUTES_PER_PART, np.int32)
-            self._weights = np.empty(ROUTES_PER_PART, np.float32)
+        self._routes_before += len(self._experts)
+        del self._experts[:], self._weights[:]
+
+
+def _plain(rows: Any) -> list[Any]:
+    """A tensor, an array or a list as a list."""
+    return rows.tolist() if hasattr(rows, "tolist") else rows
 
 
 def _floats(weights: Any) -> np.ndarray:

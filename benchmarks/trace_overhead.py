@@ -1,0 +1,124 @@
+"""What a trace costs: the same decode steps with the recorder on and off, in alternating blocks of one process.
+
+    python benchmarks/trace_overhead.py NAME=STORE ... [--memory SIZE] [--pairs 40] [--block 24] [--output FILE]
+
+Every expert is in memory (the worst case: nothing to wait for hides the recorder), unless NAME ends in "-streamed":
+then the store runs at half of its experts, with reads and evictions to record. A pair is a block with and a block
+without, in an order that alternates (whole blocks count: routes are copied every few steps); the overhead is the median
+pair's. The bar is 2%.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stoker.bench.provenance import spread, write_result
+from stoker.runtime.budget import parse_bytes
+from stoker.runtime.model import Options, Runtime, load
+from stoker.runtime.skeleton import moe_blocks
+from stoker.trace.writer import TraceWriter
+
+BAR = 0.02
+PROMPT = [1, 2, 3, 4, 5]
+RESULT = Path(__file__).parent / "results" / "trace_overhead.json"
+
+
+def record_to(runtime: Runtime, recorder: TraceWriter | None) -> None:
+    """Everything that records in a loaded runtime records there from now on; None: nothing is recorded."""
+    runtime.recorder = recorder
+    runtime.residency._reads.recorder = recorder
+    for block in moe_blocks(runtime.model):
+        block.experts.streamed.recorder = recorder
+
+
+def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, scratch: Path) -> dict[str, Any]:
+    """Overheads of `pairs` pairs of blocks of `block` steps; the times of all steps; what was recorded."""
+    tokens = 2 * pairs * block + 3 * block
+    options = Options(memory=memory, ctx_size=len(PROMPT) + tokens + 64, path="hot" if streamed else "auto")
+    generator = random.Random(0)
+    with load(store, options) as runtime, TraceWriter(scratch / "trace") as writer:
+        if not streamed:
+            runtime.residency.warm()
+        sequence = runtime.new_sequence()
+        runtime.prefill(sequence, PROMPT)
+
+        def steps_ms(recorder: TraceWriter | None, steps: int) -> list[float]:
+            record_to(runtime, recorder)
+            times = []
+            for _ in range(steps):
+                started = time.perf_counter()
+                runtime.decode([sequence], [generator.randrange(runtime.vocab_size)])
+                times.append((time.perf_counter() - started) * 1e3)
+            return times
+
+        steps_ms(writer, 2 * block)
+        steps_ms(None, block)
+        before = runtime.stats()["misses"]
+        on: list[list[float]] = []
+        off: list[list[float]] = []
+        for pair in range(pairs):
+            for recorder in (writer, None) if pair % 2 else (None, writer):
+                (off if recorder is None else on).append(steps_ms(recorder, block))
+        missed = runtime.stats()["misses"] - before
+        record_to(runtime, writer)
+        if missed and not streamed:
+            raise SystemExit(
+                f"{store}: {missed} experts were not in memory at {memory}: these would be times of the disk"
+            )
+    changes = [sum(a) / sum(b) - 1 for a, b in zip(on, off, strict=True)]
+    low, high = interval(changes)
+    return {
+        "store": store.name,
+        "memory": memory,
+        "streamed": streamed,
+        "misses": missed,
+        "overhead": statistics.median(changes),
+        "overhead_95": [low, high],
+        "within_bar": statistics.median(changes) < BAR,
+        "off_ms": spread([time for block in off for time in block]),
+        "on_ms": spread([time for block in on for time in block]),
+        "pairs": pairs,
+        "steps_a_block": block,
+    }
+
+
+def interval(samples: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95% of the medians of resampled pairs."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(samples, k=len(samples))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stores", nargs="+", metavar="NAME=STORE")
+    parser.add_argument(
+        "--memory", default="8GiB", help="enough for every expert; streamed cases take --streamed-memory"
+    )
+    parser.add_argument("--streamed-memory", default="2GiB")
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--block", type=int, default=24)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    parse_bytes(options.memory)
+    cases: dict[str, Any] = {}
+    for text in options.stores:
+        name, _, store = text.partition("=")
+        streamed = name.endswith("-streamed")
+        memory = options.streamed_memory if streamed else options.memory
+        with tempfile.TemporaryDirectory(prefix="stoker-trace-") as scratch:
+            cases[name] = measure(Path(store), memory, options.pairs, options.block, streamed, Path(scratch))
+        low, high = cases[name]["overhead_95"]
+        print(
+            f"{name}: {100 * cases[name]['overhead']:+.2f}% ({100 * low:+.2f} to {100 * high:+.2f}), "
+            f"{cases[name]['off_ms']['median']:.2f} ms a step without"
+        )
+    write_result(options.output, {"bar": BAR, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()
