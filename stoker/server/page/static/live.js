@@ -1,0 +1,254 @@
+// The live figures: one stream from the server, shown as tiles, bars, rows and a heat map.
+// Knows the shape of /live; the chat is another file's.
+
+import { live } from "./api.js";
+import { HeatMap, sparkline, stackedBar } from "./charts.js";
+import { onTheme } from "./theme.js";
+import { bytes, count, figure, percent, plural, seconds } from "./words.js";
+
+const HISTORY = 120;
+const PARTS = [
+  ["process", "interpreter, libraries"],
+  ["dense", "dense weights"],
+  ["kv", "KV cache"],
+  ["slots", "expert slots"],
+  ["ring", "prefill ring"],
+  ["scratch", "scratch"],
+  ["reserve", "reserve"],
+  ["free", "free"],
+];
+const TILES = [
+  { name: "tok_s", label: "tokens a second", history: 0, text: (m) => figure(m.rates.tok_s) },
+  { name: "first", label: "time to first token", text: (m) => seconds(m.first_token_s.last), note: (m) => (m.first_token_s.median == null ? "" : `median ${seconds(m.first_token_s.median)}`) },
+  { name: "stall", label: "stalled on the disk", history: 1, most: 1, text: (m) => percent(m.rates.stall_of_steps) },
+  { name: "hits", label: "experts in memory", history: 2, most: 1, text: (m) => percent(m.rates.hit_rate) },
+  { name: "disk", label: "MB/s from the disk", history: 3, text: (m) => figure(m.rates.read_bytes_s == null ? null : m.rates.read_bytes_s / 1e6) },
+  { name: "prefix", label: "prompt from cache", text: (m) => (m.tokens.prompt ? percent(m.tokens.cached / m.tokens.prompt) : "–"), note: (m) => (m.tokens.prompt ? `${count(m.tokens.cached)} of ${count(m.tokens.prompt)} tokens` : "") },
+];
+
+const $ = (id) => document.getElementById(id);
+const heat = new HeatMap($("heat"));
+let history = {}, chosen = "", last = null, onLink = () => {}, onSample = () => {};
+
+export function chooseModel(name) {
+  chosen = name;
+  if (last) show(last);
+}
+
+// `link(state, error)`: "on", or "off" with the error, whenever that changes; `sample(data)`: every sample.
+export function startLive(link, sample) {
+  onLink = link;
+  onSample = sample;
+  drawTiles();
+  watchHeat();
+  onTheme(() => heat.draw());
+  follow();
+}
+
+let stopped = null, wake = () => {};
+
+// Ask again at once: the key changed, or the reader came back.
+export function reconnect() {
+  stopped?.abort();
+  wake();
+}
+
+async function follow() {
+  document.addEventListener("visibilitychange", () => (document.hidden ? stopped?.abort() : wake()));
+  for (let failures = 0; ; ) {
+    if (document.hidden) {
+      await sleep(3600);
+      continue;
+    }
+    stopped = new AbortController();
+    let problem = null;
+    try {
+      for await (const sample of live(stopped.signal)) {
+        failures = 0;
+        onLink("on");
+        take(sample);
+      }
+    } catch (error) {
+      problem = error;
+    }
+    if (stopped.signal.aborted) {
+      await sleep(0.05);
+      continue;
+    }
+    failures += 1;
+    onLink("off", problem);
+    grey();
+    await sleep(Math.min(10, 2 ** (failures - 1)));
+  }
+}
+
+function sleep(s) {
+  return new Promise((resolve) => {
+    wake = resolve;
+    setTimeout(resolve, s * 1000);
+  });
+}
+
+function take(sample) {
+  if (sample.history) history = sample.history;
+  else {
+    for (const [name, model] of Object.entries(sample.models)) {
+      if (!model.loaded) continue;
+      const { tok_s, stall_of_steps, hit_rate, read_bytes_s } = model.rates;
+      const rows = (history[name] ||= []);
+      rows.push([tok_s, stall_of_steps, hit_rate, read_bytes_s]);
+      if (rows.length > HISTORY) rows.shift();
+    }
+  }
+  last = sample;
+  show(sample);
+  onSample(sample);
+}
+
+function grey() {
+  $("live").classList.add("stale");
+  $("live-note").textContent = "out of touch: the last figures";
+}
+
+function show(sample) {
+  const names = Object.keys(sample.models), name = names.includes(chosen) ? chosen : names[0], model = sample.models[name];
+  $("live").classList.remove("stale");
+  if (!model) return;
+  $("live-note").textContent = model.loaded ? state(model) : "not in memory: loads when asked";
+  showTotals(sample, model);
+  $("live").classList.toggle("asleep", !model.loaded);
+  if (!model.loaded) return;
+  showTiles(model, history[name] || []);
+  showMemory(model.ledger, sample.rss_bytes);
+  showQueue(model.status);
+  showHeat(model.heat);
+}
+
+function state({ status }) {
+  if (!status.healthy) return `not healthy: ${status.error || "see the log"}`;
+  if (status.draining) return "shutting down";
+  const reading = status.rows.some((row) => row.state === "prefill");
+  return status.running === 0 ? "idle" : reading ? "reading a prompt" : "writing";
+}
+
+function drawTiles() {
+  for (const tile of TILES) {
+    const box = document.createElement("div"), label = document.createElement("dt"), value = document.createElement("dd");
+    box.id = `tile-${tile.name}`;
+    label.textContent = tile.label;
+    value.append(Object.assign(document.createElement("b"), { textContent: "–" }));
+    if (tile.history != null) {
+      const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      svg.setAttribute("class", "spark");
+      svg.setAttribute("aria-hidden", "true");
+      value.append(svg);
+    } else value.append(document.createElement("small"));
+    box.append(label, value);
+    $("tiles").append(box);
+  }
+}
+
+function showTiles(model, rows) {
+  for (const tile of TILES) {
+    const value = $(`tile-${tile.name}`).lastElementChild;
+    value.firstChild.textContent = tile.text(model);
+    if (tile.history != null) {
+      const padded = [...Array(Math.max(0, HISTORY - rows.length)).fill(null), ...rows.map((row) => row[tile.history])];
+      sparkline(value.lastChild, padded, tile.most);
+    } else value.lastChild.textContent = tile.note(model);
+  }
+}
+
+function showMemory(ledger, rss) {
+  const budget = ledger.budget_bytes;
+  $("memory-text").textContent = `${bytes(rss)} resident of a budget of ${bytes(budget)}; ${percent(ledger.resident_share)} of all experts fit in the slots`;
+  stackedBar($("memory-bar"), PARTS.map(([name]) => ({ name, share: ledger[`${name}_bytes`] / budget })), rss / budget);
+  const body = $("memory-table").tBodies[0];
+  PARTS.forEach(([name, label], i) => {
+    let row = body.rows[i];
+    if (!row) {
+      row = body.insertRow();
+      const head = document.createElement("th"), swatch = document.createElement("i");
+      head.scope = "row";
+      swatch.className = `part ${name}`;
+      head.append(swatch, label);
+      row.append(head);
+      row.insertCell();
+    }
+    row.cells[1].textContent = bytes(ledger[`${name}_bytes`]);
+  });
+}
+
+function showQueue(status) {
+  $("queue-text").textContent = `${status.running} of ${status.parallel} running, ${status.waiting} of ${status.queue} waiting`;
+  const list = $("queue-rows");
+  status.rows.slice(0, 8).forEach((row, i) => {
+    const item = list.children[i] || drawRow(list);
+    const [name, bar, text] = item.children;
+    name.textContent = `#${row.id}`;
+    bar.hidden = row.state !== "prefill";
+    bar.max = row.prompt_tokens || 1;
+    bar.value = row.prefilled_tokens;
+    text.textContent =
+      row.state === "waiting" ? `waits ${seconds(row.waited_s)}`
+      : row.state === "prefill" ? `reads ${count(row.prefilled_tokens)} of ${count(row.prompt_tokens)}`
+      : `wrote ${plural(row.generated_tokens, "token")} after ${count(row.prompt_tokens)}`;
+  });
+  while (list.children.length > Math.min(8, status.rows.length)) list.lastElementChild.remove();
+  const share = status.kv_total_tokens ? status.kv_used_tokens / status.kv_total_tokens : 0;
+  $("kv-text").textContent = `KV cache: ${count(status.kv_used_tokens)} of ${count(status.kv_total_tokens)} tokens`;
+  stackedBar($("kv-bar"), [{ name: "kv", share }, { name: "free", share: 1 - share }]);
+}
+
+function drawRow(list) {
+  const item = document.createElement("li"), bar = document.createElement("progress");
+  bar.setAttribute("aria-label", "Prompt tokens read");
+  item.append(document.createElement("b"), bar, document.createElement("span"));
+  list.append(item);
+  return item;
+}
+
+function showHeat(data) {
+  if (!data.layers) return;
+  heat.show(data);
+  $("heat-text").textContent = `${data.layers} layers (rows) of ${data.experts} experts; the last few hundred tokens`;
+  $("heat-top").textContent = percent(data.top_share, 1);
+  $("heat").setAttribute("aria-label", `Heat map of expert use: ${data.layers} layers of ${data.experts} experts. The most used expert takes ${percent(data.top_share, 1)} of its layer's choices; even use would be ${percent(1 / data.experts, 1)}.`);
+  if (heat.at) read(...heat.at);
+}
+
+function read(layer, expert) {
+  heat.at = [layer, expert];
+  $("heat-read").textContent = `Layer ${layer}, expert ${expert}: ${percent(heat.share(layer, expert), 1)} of the choices (even use: ${percent(1 / heat.data.experts, 1)})`;
+}
+
+function watchHeat() {
+  const canvas = $("heat"), steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+  canvas.addEventListener("pointermove", (event) => heat.data?.layers && read(...heat.cellAt(event)));
+  canvas.addEventListener("focus", () => $("heat-read").setAttribute("aria-live", "polite"));
+  canvas.addEventListener("blur", () => $("heat-read").setAttribute("aria-live", "off"));
+  canvas.addEventListener("keydown", (event) => {
+    if (!steps[event.key] || !heat.data?.layers) return;
+    event.preventDefault();
+    const [layer, expert] = heat.at || [0, -1], [down, right] = steps[event.key];
+    read(Math.min(heat.data.layers - 1, Math.max(0, layer + down)), Math.min(heat.data.experts - 1, Math.max(0, expert + right)));
+  });
+}
+
+function showTotals(sample, model) {
+  const sum = (group) => Object.values(group).reduce((a, b) => a + b, 0), counters = model.counters;
+  const rows = [
+    ["answers", count(sum(model.finished))],
+    ["refused", count(sum(model.refused))],
+    ["tokens written", count(model.tokens.completion)],
+  ];
+  if (counters) {
+    rows.push(["read from the disk", bytes(counters.demand_bytes + counters.prefetch_bytes)]);
+    rows.push(["experts dropped", count(counters.dropped_experts)]);
+  }
+  rows.push(["up for", seconds(sample.uptime_s)], ["version", sample.version]);
+  $("totals").replaceChildren(...rows.flatMap(([label, value]) => [
+    Object.assign(document.createElement("dt"), { textContent: label }),
+    Object.assign(document.createElement("dd"), { textContent: value }),
+  ]));
+}
