@@ -126,7 +126,8 @@ class StreamedExperts:
         else:
             self.uses.step(index_TK)
         out_PD = self.scratch.take(tokens * choices, width)
-        before = self._tally() if self.recorder is not None else (0, 0, 0)
+        tally = self.residency.tally
+        hits, misses, stall_ns = tally.hits, tally.misses, tally.stall_ns
         if self._streams(len(pairs.experts)):
             self._whole_layer(pairs, _latest_first(index_TK), hidden_TD, out_PD)
         else:
@@ -134,13 +135,9 @@ class StreamedExperts:
         out_TD = torch.empty_like(hidden_TD)
         kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
         if self.recorder is not None:
-            hits, misses, wait_ns = (now - then for now, then in zip(self._tally(), before, strict=True))
+            hits, misses, wait_ns = tally.hits - hits, tally.misses - misses, tally.stall_ns - stall_ns
             self.recorder.layer(self.step.index, self.pool, self.layer, index_TK, weights_TK, hits, misses, wait_ns)
         return out_TD
-
-    def _tally(self) -> tuple[int, int, int]:
-        counters = self.residency.tally
-        return counters.hits, counters.misses, counters.stall_ns
 
     def _streams(self, needed: int) -> bool:
         if self.path == "auto":
