@@ -40,6 +40,7 @@ class Needs:
     pools: tuple[PoolNeed, ...]
     ctx_tokens: int
     kv_token_bytes: int
+    prefix_bytes: int = 0  # kept prefixes of models without paged KV; the others use what is free of the KV
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Ledger:
     slots: tuple[int, ...]
     ring_records: int
     expert_bytes: int  # all records of the model
+    prefix_bytes: int = 0
 
     @property
     def resident_share(self) -> float:
@@ -77,6 +79,7 @@ class Ledger:
             ("interpreter and libraries", self.process_bytes, ""),
             ("dense weights", self.dense_bytes, ""),
             ("KV cache", self.kv_bytes, f"{self.ctx_tokens} tokens"),
+            *([("kept prefixes", self.prefix_bytes, "")] if self.prefix_bytes else []),
             ("expert slots", self.slots_bytes, f"{per_pool} a layer, {self.resident_share:.0%} of all experts"),
             ("prefill ring", self.ring_bytes, f"{self.ring_records} records"),
             ("scratch", self.scratch_bytes, ""),
@@ -95,7 +98,8 @@ def floor_bytes(needs: Needs) -> int:
 
 
 def _fixed(needs: Needs) -> int:
-    return needs.process_bytes + needs.dense_bytes + needs.kv_bytes + needs.scratch_bytes + RESERVE_BYTES
+    given = (needs.process_bytes, needs.dense_bytes, needs.kv_bytes, needs.prefix_bytes, needs.scratch_bytes)
+    return sum(given) + RESERVE_BYTES
 
 
 def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) -> Ledger:
@@ -115,6 +119,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
                     ("libraries", needs.process_bytes),
                     ("dense weights", needs.dense_bytes),
                     (f"KV of {needs.ctx_tokens} tokens", needs.kv_bytes),
+                    *([("kept prefixes", needs.prefix_bytes)] if needs.prefix_bytes else []),
                     ("scratch", needs.scratch_bytes),
                     ("reserve", RESERVE_BYTES),
                     ("fewest slots", floor - _fixed(needs)),
@@ -149,6 +154,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
         slots=slots,
         ring_records=ring,
         expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
+        prefix_bytes=needs.prefix_bytes,
     )
 
 

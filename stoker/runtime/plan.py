@@ -23,6 +23,8 @@ PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
 CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
 SCRATCH_SHARE = 0.05
 SCRATCH_FLOOR = 48 << 20
+STATES_BYTES = 64 << 20  # room for a few recurrent states beside a context's keys and values
+PREFIX_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Options:
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
     populate: bool = False  # touch all slots at load: a slower start, a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
+    prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth
 
     def __post_init__(self) -> None:
         if self.path not in PATHS:
@@ -51,6 +54,8 @@ class Options:
             raise OptionError("the context must hold a token", where="--ctx-size", got=self.ctx_size)
         if self.prefetch < 0:
             raise OptionError("a number of reads cannot be negative", where="--prefetch", got=self.prefetch)
+        if self.prefix_ram is not None and self.prefix_ram < 0:
+            raise OptionError("a number of bytes cannot be negative", where="prefix_ram", got=self.prefix_ram)
         if self.activation_bits not in (8, 16):
             raise OptionError("activations are rounded to 8 or 16 bits", expected="8 or 16", got=self.activation_bits)
 
@@ -77,14 +82,16 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         )
     smallest = min(options.prefill_chunk or CHUNKS[-1], options.ctx_size)
     token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
+    kv_bytes = shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size
     needs = Needs(
         process_bytes=psutil.Process().memory_info().rss,
         dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
-        kv_bytes=shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size,
+        kv_bytes=kv_bytes,
         scratch_bytes=scratch_bytes(store, config, smallest),
         pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k(config)) for pool in store.pools),
         ctx_tokens=options.ctx_size,
         kv_token_bytes=token_bytes,
+        prefix_bytes=_prefix_bytes(options, kv_bytes, limit, paged=shape is not None),
     )
     chunk, scratch = smallest, needs.scratch_bytes
     if options.prefill_chunk is None:
@@ -92,6 +99,14 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         chunk, scratch = _chunk(store, config, limit, room, options.ctx_size)
     ledger = plan_memory(limit, needs, scratch_bytes=scratch)
     return Plan(ledger if options.slots is None else with_slots(ledger, options.slots, needs.pools), chunk, shape)
+
+
+def _prefix_bytes(options: Options, kv_bytes: int, limit: int, *, paged: bool) -> int:
+    if paged:
+        return 0
+    if options.prefix_ram is None:
+        return min(kv_bytes + STATES_BYTES, int(PREFIX_SHARE * limit))
+    return options.prefix_ram
 
 
 def _chunk(store: Store, config: Any, limit: int, room: int, ctx_tokens: int) -> tuple[int, int]:
