@@ -119,10 +119,7 @@ def sampling_options(
 
 def load_model(loading: Loading) -> "Model":
     """Load the model. transformers' own progress bars and notes stay silent: stdout and stderr are the command's."""
-    import os
-
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    quiet_transformers()
     from stoker.generate.model import load
 
     return load(
@@ -137,14 +134,27 @@ def load_model(loading: Loading) -> "Model":
     )
 
 
+def quiet_transformers() -> None:
+    """Before it is imported: stdout and stderr are the command's."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def show_ledger(model: "Model", loading: Loading) -> None:
     """The account of the budget and the effective mode, on stderr."""
     for line in model.ledger_lines():
         note(line)
+    note(effective_mode(model))
+
+
+def effective_mode(model: "Model") -> str:
+    """How the experts come into memory, in plain words."""
     share = float(model.ledger()["resident_share"])
     place = "all experts fit in memory" if share >= 1 else f"{share:.0%} of the experts in memory, the rest from disk"
     options = model.runtime.options
-    note(f"path {options.path}, policy {options.policy}: {place}; output is exact")
+    return f"path {options.path}, policy {options.policy}: {place}; output is exact"
 
 
 def note(text: str) -> None:

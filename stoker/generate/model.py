@@ -106,7 +106,7 @@ def load(
     options = Options(
         memory=memory,
         threads=threads,
-        ctx_size=ctx_size or min(DEFAULT_CTX_TOKENS, _model_length(Path(model))),
+        ctx_size=context_tokens(Path(model), ctx_size),
         **{**chosen, **more},
     )
     if trace is None:
@@ -120,6 +120,11 @@ def load(
         recorder.close()
         Path(trace).unlink(missing_ok=True)
         raise
+
+
+def context_tokens(directory: Path, asked: int | None = None) -> int:
+    """The context that a store is loaded with: what was asked, else 4096, or the model's length where that is less."""
+    return asked or min(DEFAULT_CTX_TOKENS, _model_length(directory))
 
 
 def _model_length(directory: Path) -> int:

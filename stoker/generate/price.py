@@ -1,0 +1,39 @@
+"""What a store would need in memory, told before it is loaded: for a server that shares one budget among models.
+
+Draws up the same ledger as loading does; reads headers and configuration, no weight.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# More memory than any machine has: the ledger then gives a model all that it can use.
+_PLENTY_BYTES = 1 << 50
+
+
+@dataclass(frozen=True)
+class Price:
+    """Bytes beside what the process holds already. floor: the least that works; full: all experts in memory.
+
+    ctx_tokens: the context that this is for.
+    """
+
+    floor_bytes: int
+    full_bytes: int
+    ctx_tokens: int
+
+
+def price(model: str | Path, *, ctx_size: int | None = None, **more: Any) -> Price:
+    """Raises StoreError for a bad store, OptionError for a bad option. Takes a second: the skeleton is built."""
+    from stoker.generate.model import context_tokens
+    from stoker.runtime.fuse import kv_shape
+    from stoker.runtime.model import open_store
+    from stoker.runtime.plan import Options, plan_run
+    from stoker.runtime.skeleton import build_skeleton
+
+    options = Options(memory=_PLENTY_BYTES, ctx_size=context_tokens(Path(model), ctx_size), **more)
+    store = open_store(Path(model))
+    skeleton = build_skeleton(store.path)
+    ledger = plan_run(store, skeleton, options, _PLENTY_BYTES, kv_shape(skeleton) if options.fuse else None).ledger
+    full = ledger.budget_bytes - ledger.free_bytes - ledger.process_bytes
+    return Price(ledger.floor_bytes - ledger.process_bytes, full, ledger.ctx_tokens)
