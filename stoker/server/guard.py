@@ -90,7 +90,7 @@ class Exchange:
 
     async def run(self, app: ASGIApp) -> None:
         """Run the app in a task of its own, which ends when the client leaves."""
-        task = asyncio.create_task(app(self._scope, self._receive_body, self._send_part))  # type: ignore[arg-type]
+        task: asyncio.Task[None] = asyncio.create_task(self._run(app))
         watch = asyncio.create_task(self._gone())
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -106,6 +106,9 @@ class Exchange:
             await self.fail(error)
         finally:
             watch.cancel()
+
+    async def _run(self, app: ASGIApp) -> None:
+        await app(self._scope, self._receive_body, self._send_part)
 
     async def fail(self, error: Exception) -> None:
         """Answer with the error; where the answer has begun, its end comes without one and the connection closes."""

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 import psutil
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from stoker import __version__
 from stoker.errors import StokerError
@@ -23,7 +24,10 @@ from stoker.generate.rates import Window
 from stoker.server.errors import RequestError
 from stoker.server.heat import Heat
 from stoker.server.observe import Totals
-from stoker.server.sse import EventStream
+from stoker.server.registry import Registry
+from stoker.server.service import Service
+from stoker.server.settings import Settings
+from stoker.server.sse import EventStream, data
 
 LOG = logging.getLogger("stoker.server")
 EVERY_S = 1.0
@@ -53,7 +57,7 @@ class ModelView:
         self.history: deque[tuple[float | None, float | None, float | None, float | None]] = deque(maxlen=HISTORY)
         self._tokens = 0
 
-    def add(self, now_s: float, service: Any) -> dict[str, Any]:
+    def add(self, now_s: float, service: Service) -> dict[str, Any]:
         """Take a sample; the model as JSON."""
         model, stats, status = service.model, service.model.stats(), service.batcher.status()
         tokens = int(stats["prefill_tokens"] + stats["decode_tokens"])
@@ -62,14 +66,13 @@ class ModelView:
         self._tokens = tokens
         rates = self.window.rates()
         self.history.append((rates.tok_s, rates.stall_of_steps, rates.hit_rate, rates.read_bytes_s))
-        prefix = getattr(service, "prefix", None)
         return {
             "loaded": True,
             "rates": asdict(rates),
             "status": asdict(status),
             "counters": {name: stats[name] for name in COUNTERS},
             "ledger": model.ledger(),
-            "prefix": None if prefix is None else prefix.stats(),
+            "prefix": None if service.prefix is None else service.prefix.stats(),
             "heat": self.heat.picture(),
             "path": stats["path"],
             "context_tokens": model.runtime.ctx_size,
@@ -79,10 +82,11 @@ class ModelView:
 class Sampler:
     """Samples every model that is in memory. `latest` is the last sample; `changed` wakes those who wait for one."""
 
-    def __init__(self, registry: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
         self._start_s = clock()
-        self._views: dict[str, tuple[Any, ModelView]] = {}
+        # Weak: a model that was let go must not be held by who looked at it.
+        self._views: dict[str, tuple[weakref.ref[Service], ModelView]] = {}
         self._process = psutil.Process()
         self._next = asyncio.Event()
         self.listeners = 0
@@ -92,25 +96,32 @@ class Sampler:
     def sample(self) -> dict[str, Any]:
         """Take a sample now."""
         now_s = self._clock()
-        loaded = {service.name: service for service in self._registry.loaded()}
-        self._views = {name: kept for name, kept in self._views.items() if loaded.get(name) is kept[0]}
         models: dict[str, dict[str, Any]] = {}
-        for name in self._registry.names:
+        for entry in self._registry.entries:
+            name, service = entry.spec.name, entry.service
             shown: dict[str, Any] = {"loaded": False}
-            if name in loaded:
-                _, view = self._views.setdefault(name, (loaded[name], ModelView()))
-                shown = view.add(now_s, loaded[name])
-            models[name] = shown | _requests(self._registry.totals[name])
+            if service is None:
+                self._views.pop(name, None)
+            else:
+                shown = self._view(name, service).add(now_s, service)
+            models[name] = {"state": entry.state} | shown | _requests(entry.totals)
+        draining = [shown["status"]["draining"] for shown in models.values() if shown["loaded"]]
         self.latest = {
             "version": __version__,
             "time_s": time.time(),
             "uptime_s": now_s - self._start_s,
             "rss_bytes": int(self._process.memory_info().rss),
-            "draining": bool(loaded)
-            and all(model.get("status", {}).get("draining", True) for model in models.values()),
+            "draining": self._registry.closing or (bool(draining) and all(draining)),
             "models": models,
         }
         return self.latest
+
+    def _view(self, name: str, service: Service) -> ModelView:
+        """What was seen of this service; a model that was loaded again begins anew."""
+        known = self._views.get(name)
+        if known is None or known[0]() is not service:
+            known = self._views[name] = (weakref.ref(service), ModelView())
+        return known[1]
 
     def with_history(self) -> dict[str, Any]:
         """The latest sample, with the last minutes: per model [tok_s, stall_of_steps, hit_rate, read_bytes_s] rows."""
@@ -134,10 +145,10 @@ class Sampler:
         """The present with its history, then one event a sample. Who reads slowly misses samples, not memory."""
         self.listeners += 1
         try:
-            yield _event(self.with_history())
+            yield data(self.with_history())
             while not self.closing and not self.latest.get("draining"):
                 await self._next.wait()
-                yield _event(self.latest)
+                yield data(self.latest)
         finally:
             self.listeners -= 1
 
@@ -168,11 +179,7 @@ def _requests(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _event(sample: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(sample, separators=(",", ":")).encode() + b"\n\n"
-
-
-def router(registry: Any, settings: Any) -> APIRouter:
+def router(registry: Registry, settings: Settings) -> APIRouter:
     """`GET /live` and `GET /live/stream`; samples are taken while the application runs."""
     sampler = Sampler(registry)
 
@@ -190,12 +197,12 @@ def router(registry: Any, settings: Any) -> APIRouter:
         return _json(sampler.with_history())
 
     @routes.get("/live/stream", summary="The same as server-sent events, once a second")
-    async def stream(request: Request) -> Response:
+    async def stream() -> Response:
         if sampler.listeners >= MOST_LISTENERS:
             raise RequestError(
                 f"{MOST_LISTENERS} others are watching", status=429, code="too_many_listeners", retry_after_s=5
             )
-        return EventStream(request, sampler.events(), every_s=settings.sse_keep_alive_s)
+        return EventStream(sampler.events(), every_s=settings.sse_keep_alive_s)
 
     return routes
 

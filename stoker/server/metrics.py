@@ -18,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker import __version__
 from stoker.server.observe import FIRST_TOKEN_EDGES_S, Histogram, Totals
+from stoker.server.registry import Registry
+from stoker.server.service import Service
+from stoker.server.settings import Settings
 
 # Counter of Runtime.stats() -> (metric without prefix and `_total`, scale, help).
 ENGINE: dict[str, tuple[str, float, str]] = {
@@ -60,7 +63,7 @@ class RequestCounts:
 
 
 class RequestCounter:
-    """ASGI middleware that counts into `app.state.request_counts`; the outermost one, so that refusals count too."""
+    """The outermost middleware: counts every HTTP request, refused ones too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -100,18 +103,18 @@ def request_counts(app: Any) -> RequestCounts:
 class ServerCollector(Collector):
     """Reads everything at the moment of the scrape."""
 
-    def __init__(self, registry: Any, counts: RequestCounts) -> None:
+    def __init__(self, registry: Registry, counts: RequestCounts) -> None:
         self._registry, self._counts = registry, counts
 
     def collect(self) -> Iterator[Metric]:
-        loaded = {service.name: service for service in self._registry.loaded()}
+        entries = self._registry.entries
+        loaded = {entry.spec.name: entry.service for entry in entries if entry.service is not None}
         yield _gauge("build_info", "The version of stoker", [({"version": __version__}, 1)])
         rss = psutil.Process().memory_info().rss
         yield _gauge("process_resident_bytes", "Memory of the process that is resident now", [({}, rss)])
         yield from self._http()
-        yield from _requests(self._registry.totals)
-        names = self._registry.names
-        shown = [({"model": name}, int(name in loaded)) for name in names]
+        yield from _requests({entry.spec.name: entry.totals for entry in entries})
+        shown = [({"model": entry.spec.name}, int(entry.service is not None)) for entry in entries]
         yield _gauge("model_loaded", "Whether the model is in memory now", shown)
         yield from _batchers(loaded)
         yield from _engines(loaded)
@@ -154,7 +157,7 @@ def _requests(totals: Mapping[str, Totals]) -> Iterator[Metric]:
         yield _histogram(name, text, [({"model": model}, getattr(total, field)) for model, total in totals.items()])
 
 
-def _batchers(loaded: Mapping[str, Any]) -> Iterator[Metric]:
+def _batchers(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     states = {name: service.batcher.status() for name, service in loaded.items()}
     for name, field, text in (
         ("requests_running", "running", "Generations admitted now"),
@@ -167,7 +170,7 @@ def _batchers(loaded: Mapping[str, Any]) -> Iterator[Metric]:
         yield _gauge(name, text, [({"model": model}, getattr(state, field)) for model, state in states.items()])
 
 
-def _engines(loaded: Mapping[str, Any]) -> Iterator[Metric]:
+def _engines(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     stats = {name: service.model.stats() for name, service in loaded.items()}
     for field, (name, scale, text) in ENGINE.items():
         yield _counter(name, text, [({"model": model}, counts[field] * scale) for model, counts in stats.items()])
@@ -175,7 +178,7 @@ def _engines(loaded: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("process_peak_resident_bytes", "Most memory that the process held while the model ran", peaks)
 
 
-def _ledgers(loaded: Mapping[str, Any]) -> Iterator[Metric]:
+def _ledgers(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     ledgers = {name: service.model.ledger() for name, service in loaded.items()}
     budgets = [({"model": model}, ledger["budget_bytes"]) for model, ledger in ledgers.items()]
     yield _gauge("memory_budget_bytes", "The budget that the model was loaded with", budgets)
@@ -187,10 +190,8 @@ def _ledgers(loaded: Mapping[str, Any]) -> Iterator[Metric]:
     yield _gauge("memory_ledger_bytes", "How the budget is divided", parts)
 
 
-def _prefixes(loaded: Mapping[str, Any]) -> Iterator[Metric]:
-    stats = {
-        name: service.prefix.stats() for name, service in loaded.items() if getattr(service, "prefix", None) is not None
-    }
+def _prefixes(loaded: Mapping[str, Service]) -> Iterator[Metric]:
+    stats = {name: service.prefix.stats() for name, service in loaded.items() if service.prefix is not None}
     for field in sorted({field for counts in stats.values() for field in counts}):
         rows = [({"model": model}, counts[field]) for model, counts in stats.items() if field in counts]
         text = f"Prefix cache: {field.replace('_', ' ')}"
@@ -233,7 +234,7 @@ def _histogram(name: str, text: str, rows: Sequence[tuple[Mapping[str, str], His
     return family
 
 
-def router(registry: Any, settings: Any) -> APIRouter:
+def router(registry: Registry, settings: Settings) -> APIRouter:
     """`GET /metrics`; needs the server's key where there is one."""
     routes = APIRouter(tags=["watch"])
 

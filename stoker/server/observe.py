@@ -8,16 +8,14 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from stoker.generate.job import Done, Event, Failed, Job, Piece, Progress
+from stoker.errors import Closing, ContextError, QueueFull
+from stoker.generate.job import Done, Event, Failed, Piece, Progress
 
 # Upper edges in seconds: from a small resident model to a large one from a slow disk.
 FIRST_TOKEN_EDGES_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 TOKEN_EDGES_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
 RECENT = 32
-
-Refusal = Literal["full", "context", "closing", "invalid"]
 
 
 class Histogram:
@@ -39,15 +37,15 @@ class Totals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.finished: Counter[str] = Counter()  # by finish reason; a failure by `failed`
-        self.refused: Counter[str] = Counter()  # by Refusal
+        self.refused: Counter[str] = Counter()  # by reason: full, closing, context, invalid
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.queue_s = Histogram(FIRST_TOKEN_EDGES_S)
         self.first_token_s = Histogram(FIRST_TOKEN_EDGES_S)
         self.token_s = Histogram(TOKEN_EDGES_S)
         self.recent_first_token_s: deque[float] = deque(maxlen=RECENT)
 
-    def watch(self, job: Job | None = None) -> "Watch":
-        """Begin to follow a request, at the moment of its submission. The job itself is not looked at."""
+    def watch(self) -> "Watch":
+        """Begin to follow a request, at the moment of its submission."""
         return Watch(self)
 
 
@@ -60,7 +58,17 @@ class Watch:
         self._admitted = False
         self._last_token_s: float | None = None
 
-    def refused(self, reason: Refusal) -> None:
+    def refused(self, error: BaseException) -> None:
+        """The batcher did not take it."""
+        match error:
+            case QueueFull():
+                reason = "full"
+            case Closing():
+                reason = "closing"
+            case ContextError():
+                reason = "context"
+            case _:
+                reason = "invalid"
         self._totals.refused[reason] += 1
 
     def event(self, event: Event) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from stoker.errors import Closing, ContextError, StokerError
 from stoker.generate.batcher import Batcher
-from stoker.generate.job import Done, Event, Failed, Job
+from stoker.generate.job import Done, Event, Failed, Job, Piece, Progress
 from stoker.generate.model import Model
 from stoker.generate.report import Result
 from stoker.generate.request import SamplingOptions, resolve_sampling
@@ -21,6 +21,7 @@ from stoker.server.observe import Totals
 from stoker.server.settings import Settings
 
 T = TypeVar("T")
+Told = Progress | Piece | Done  # what an answer tells; a failure is raised
 log = logging.getLogger("stoker.server")
 
 # Tokenizing, templates and grammars of all requests: more threads would take cores from the engine.
@@ -141,10 +142,10 @@ class Answer:
             self._cancelled = True
             self._ticket.cancel()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> AsyncIterator[Told]:
         return self.events()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[Told, None]:
         """The iteration, as a generator that can be closed."""
         try:
             while True:

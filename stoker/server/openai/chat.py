@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from stoker.errors import OptionError
 from stoker.generate.answers.parts import AnswerParser, Content, Part, Reasoning, ToolArguments, ToolStart
-from stoker.generate.job import Done, Event, Job, Piece, Progress
+from stoker.generate.job import Done, Job, Piece, Progress
 from stoker.generate.report import Result
 from stoker.server.limits import parse, read_body
 from stoker.server.openai import shapes
@@ -25,7 +25,7 @@ from stoker.server.openai.merge import check_choices, merged, start
 from stoker.server.openai.shapes import ChatCompletion
 from stoker.server.openapi import json_body
 from stoker.server.registry import Registry
-from stoker.server.service import Answer, Service
+from stoker.server.service import Answer, Service, Told
 from stoker.server.settings import Settings
 from stoker.server.sse import EventStream, data
 from stoker.server.turn import Turn, prepare
@@ -173,7 +173,7 @@ class Reply:
             yield self._chunk([], usage=self._usage(), stoker=self._extra())
         yield shapes.DONE
 
-    def _chunks(self, choice: Choice, event: Event) -> list[bytes]:
+    def _chunks(self, choice: Choice, event: Told) -> list[bytes]:
         if isinstance(event, Progress):
             options = self._asked.stream_options
             wanted = options is not None and options.include_progress

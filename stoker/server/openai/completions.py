@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from stoker.generate import request as generation
-from stoker.generate.job import Done, Event, Job, Piece, Progress
+from stoker.generate.job import Done, Job, Piece, Progress
 from stoker.generate.report import Result
 from stoker.generate.sampler import Sample
 from stoker.server.errors import refused
@@ -25,7 +25,7 @@ from stoker.server.openai.merge import check_choices, merged, start
 from stoker.server.openai.shapes import Completion
 from stoker.server.openapi import json_body
 from stoker.server.registry import Registry
-from stoker.server.service import Answer, Service
+from stoker.server.service import Answer, Service, Told
 from stoker.server.settings import Settings
 from stoker.server.sse import EventStream, data
 
@@ -102,8 +102,9 @@ class Choice:
 
 def _choices(service: Service, asked: CompletionRequest) -> list[Choice]:
     """Runs off the event loop."""
-    choices, prompts, vocab_tokens = [], _prompts(asked), service.model.runtime.vocab_size
-    for prompt in prompts:
+    choices: list[Choice] = []
+    vocab_tokens = service.model.runtime.vocab_size
+    for prompt in _prompts(asked):
         ids = service.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         outside = next((token for token in ids if token >= vocab_tokens), None)
         if outside is not None:
@@ -163,7 +164,7 @@ class Reply:
             yield self._chunk([], usage=self._usage(), stoker=self._extra())
         yield shapes.DONE
 
-    def _take(self, choice: Choice, event: Event) -> str:
+    def _take(self, choice: Choice, event: Told) -> str:
         """Remember an event; the text that it brings."""
         if isinstance(event, Done):
             choice.result = event.result

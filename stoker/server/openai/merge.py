@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
-from stoker.generate.job import Event, Job
+from stoker.generate.job import Job
 from stoker.server.errors import RequestError
-from stoker.server.service import Answer, Service
+from stoker.server.service import Answer, Service, Told
 
 _End = Exception | None
 
@@ -34,14 +34,14 @@ def start(service: Service, jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
-async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Told]]:
     """(index of the answer, event) until all are over. The first failure ends everything: the others are cancelled."""
     if len(answers) == 1:
         async with aclosing(answers[0].events()) as events:
             async for event in events:
                 yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, Event] | _End] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Told] | _End] = asyncio.Queue()
     pumps = [asyncio.create_task(_pump(index, answer, queue)) for index, answer in enumerate(answers)]
     try:
         open_answers = len(pumps)
@@ -59,7 +59,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Event]]:
             answer.cancel()
 
 
-async def _pump(index: int, answer: Answer, queue: "asyncio.Queue[tuple[int, Event] | _End]") -> None:
+async def _pump(index: int, answer: Answer, queue: "asyncio.Queue[tuple[int, Told] | _End]") -> None:
     try:
         async for event in answer:
             queue.put_nowait((index, event))

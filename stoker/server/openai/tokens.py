@@ -94,6 +94,7 @@ def _ids(service: Service, asked: TokenizeRequest, settings: Settings) -> list[i
         return service.encode(
             asked.content if asked.content is not None else asked.prompt or "", special=asked.add_special
         )
-    turn = to_turn(ChatRequest(messages=asked.messages, tools=asked.tools), settings)
+    chat = ChatRequest.model_validate({"messages": asked.messages, "tools": asked.tools})
+    turn = to_turn(chat, settings)
     job, _ = prepare(service, turn)
     return list(job.request.prompt_ids)

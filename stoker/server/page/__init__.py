@@ -6,9 +6,11 @@ Nothing of it comes from elsewhere: the policy lets scripts, styles and requests
 import hashlib
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
+
+from stoker.server.registry import Registry
+from stoker.server.settings import Settings
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -46,7 +48,7 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
-def router(registry: Any, settings: Any) -> APIRouter:
+def router(registry: Registry, settings: Settings) -> APIRouter:
     """`GET /` and `GET /static/NAME`; both without a key: they hold nothing of the models or of anyone's words."""
     files = page_files()
     routes = APIRouter(include_in_schema=False)

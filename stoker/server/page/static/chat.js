@@ -159,13 +159,13 @@ function body(model, user) {
   const said = shown.map((node) => ({ role: node.role, content: node.text }));
   const system = systemPrompt();
   if (system) said.unshift({ role: "system", content: system });
-  return { model, messages: said, stream: true, stream_options: { include_usage: true }, return_progress: true, ...sampling() };
+  return { model, messages: said, stream: true, stream_options: { include_usage: true, include_progress: true }, ...sampling() };
 }
 
 function take(own, chunk) {
   const node = own.node, choice = chunk.choices?.[0];
-  if (chunk.prompt_progress) node.progress = chunk.prompt_progress;
-  if (chunk.usage) Object.assign(node, { usage: chunk.usage, timings: chunk.timings, stats: chunk.stats });
+  if (chunk.progress) node.progress = chunk.progress;
+  if (chunk.usage) Object.assign(node, { usage: chunk.usage, timings: chunk.stoker?.choices[0]?.timings, stats: chunk.stoker?.choices[0]?.stats });
   if (!choice) return;
   const { content, reasoning_content: reasoning } = choice.delta || {};
   if (content || reasoning) {

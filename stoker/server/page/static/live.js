@@ -127,7 +127,7 @@ function show(sample) {
 function state({ status }) {
   if (!status.healthy) return `not healthy: ${status.error || "see the log"}`;
   if (status.draining) return "shutting down";
-  const reading = status.rows.some((row) => row.state === "prefill");
+  const reading = status.sequences.some((row) => row.phase === "prefill");
   return status.running === 0 ? "idle" : reading ? "reading a prompt" : "writing";
 }
 
@@ -182,19 +182,19 @@ function showMemory(ledger, rss) {
 function showQueue(status) {
   $("queue-text").textContent = `${status.running} of ${status.parallel} running, ${status.waiting} of ${status.queue} waiting`;
   const list = $("queue-rows");
-  status.rows.slice(0, 8).forEach((row, i) => {
+  status.sequences.slice(0, 8).forEach((row, i) => {
     const item = list.children[i] || drawRow(list);
     const [name, bar, text] = item.children;
     name.textContent = `#${row.id}`;
-    bar.hidden = row.state !== "prefill";
+    bar.hidden = row.phase !== "prefill";
     bar.max = row.prompt_tokens || 1;
     bar.value = row.prefilled_tokens;
     text.textContent =
-      row.state === "waiting" ? `waits ${seconds(row.waited_s)}`
-      : row.state === "prefill" ? `reads ${count(row.prefilled_tokens)} of ${count(row.prompt_tokens)}`
+      row.phase === "waiting" ? `waits ${seconds(row.age_s)}`
+      : row.phase === "prefill" ? `reads ${count(row.prefilled_tokens)} of ${count(row.prompt_tokens)}`
       : `wrote ${plural(row.generated_tokens, "token")} after ${count(row.prompt_tokens)}`;
   });
-  while (list.children.length > Math.min(8, status.rows.length)) list.lastElementChild.remove();
+  while (list.children.length > Math.min(8, status.sequences.length)) list.lastElementChild.remove();
   const share = status.kv_total_tokens ? status.kv_used_tokens / status.kv_total_tokens : 0;
   $("kv-text").textContent = `KV cache: ${count(status.kv_used_tokens)} of ${count(status.kv_total_tokens)} tokens`;
   stackedBar($("kv-bar"), [{ name: "kv", share }, { name: "free", share: 1 - share }]);

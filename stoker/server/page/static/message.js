@@ -70,12 +70,12 @@ export class MessageView {
       this.progress.lastChild.setAttribute("aria-label", "Prompt read");
     }
     const [words, bar] = this.progress.children, known = progress && progress.total > 0;
-    bar.hidden = !known || progress.processed >= progress.total;
+    bar.hidden = !known || progress.done >= progress.total;
     if (known) {
       bar.max = progress.total;
-      bar.value = progress.processed;
-      const cached = progress.cache ? `, ${count(progress.cache)} from the cache` : "";
-      words.textContent = progress.processed >= progress.total ? "First token" : `Reading the prompt: ${count(progress.processed)} of ${count(progress.total)} tokens${cached}`;
+      bar.value = progress.done;
+      const cached = progress.cached ? `, ${count(progress.cached)} from the cache` : "";
+      words.textContent = progress.done >= progress.total ? "First token" : `Reading the prompt: ${count(progress.done)} of ${count(progress.total)} tokens${cached}`;
     } else words.textContent = this.node.place ? `Waiting: ${this.node.place}` : "Waiting for the server";
   }
 

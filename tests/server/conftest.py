@@ -1,0 +1,30 @@
+"""Stores to serve: the demo model (real words, a real chat template) and a tiny random one (starts at once)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.generate.stores import pack, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def demo_store() -> Path:
+    """The packed demo model, as ./demo runs it."""
+    pytest.importorskip("gguf", reason="the demo recipe reads a GGUF: install the dev extra")
+    script = subprocess.run(
+        [ROOT / "scripts/demo-store"],
+        env={**os.environ, "STOKER_PYTHON": sys.executable}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return ROOT / script.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """512 tokens of vocabulary and of context, with a chat template; its words mean nothing."""
+    base = tmp_path_factory.mktemp("models")
+    return pack(write_checkpoint(base / "checkpoint"), base / "tiny", "--bits", 8, "--group-size", 32)
