@@ -1,0 +1,240 @@
+"""Trains a testbed model from scratch; killed at any moment, it goes on where the last checkpoint stands.
+
+    python -m recipes.testbed.train e32k4 [--tokens 30e6] [--minutes 100] [--directory models/testbed/e32k4]
+
+The directory holds checkpoint.pt (weights, optimiser, step, random state; replaced atomically), metrics.jsonl and
+plan.json. Everything depends on seed and step alone, so a resumed run has the loss curve of one that was never stopped.
+The learning rate warms up, stays, and falls as a cosine over the last part of `--tokens`; until that part begins,
+`--tokens` may be changed on a resume without changing what was done.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from recipes.testbed.data import TOKENS, Windows, evaluation_windows
+from recipes.testbed.head import cross_entropy
+from recipes.testbed.model import CONTEXT_TOKENS, SHAPES, build, hidden_states, layer_step
+from recipes.testbed.sources import DOMAINS
+from recipes.testbed.tokenizer import DIRECTORY
+
+CHECKPOINT_S = 120
+LOG_STEPS = 10
+EVALUATE_STEPS = 200
+EVALUATION_WINDOWS = 4  # of each domain: a running figure; evaluate.py reads all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is. Only `tokens` may change after the start."""
+
+    model: str
+    tokens: int
+    seed: int = 1
+    sequences: int = 16
+    micro_sequences: int = 8
+    peak_rate: float = 2e-3
+    last_rate: float = 5e-5
+    warmup_steps: int = 200
+    decay_part: float = 0.4
+    weight_decay: float = 0.1
+    balance: float = 0.003
+    clip: float = 1.0
+
+    @property
+    def steps(self) -> int:
+        return self.tokens // (self.sequences * CONTEXT_TOKENS)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of one step."""
+        decay_from = self.steps * (1 - self.decay_part)
+        if step < self.warmup_steps:
+            return self.peak_rate * (step + 1) / self.warmup_steps
+        if step < decay_from:
+            return self.peak_rate
+        done = min(1.0, (step - decay_from) / (self.steps - decay_from))
+        return self.last_rate + (self.peak_rate - self.last_rate) * (1 + math.cos(math.pi * done)) / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a testbed model; resumes by itself.")
+    parser.add_argument("model", choices=sorted(SHAPES))
+    parser.add_argument("--tokens", type=float, default=30e6, help="length of the whole run")
+    parser.add_argument("--seed", type=int, default=Plan.seed)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
+    parser.add_argument("--threads", type=int, default=1, help="2 pay only on cores that nobody else uses")
+    parser.add_argument("--directory", type=Path, help="default: models/testbed/MODEL")
+    parser.add_argument("--data", type=Path, default=TOKENS, help="token files of recipes.testbed.tokenizer")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile: starts sooner, runs 10%% slower")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    plan = Plan(options.model, int(options.tokens), options.seed)
+    run = Run(plan, options.directory or DIRECTORY / options.model, options.data, compiled=not options.eager)
+    run.go(until=time.monotonic() + options.minutes * 60)
+
+
+class Run:
+    """One training run: model, optimiser and place in the data, on disk and in memory."""
+
+    def __init__(self, plan: Plan, directory: Path, data: Path, compiled: bool) -> None:
+        self.plan, self.directory, self.data = plan, directory, data
+        self.data_sha256 = fingerprint(data)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.windows = Windows(CONTEXT_TOKENS, plan.seed, data)
+        self.model = build(plan.model, plan.seed).train()
+        self.optimiser = make_optimiser(self.model, plan)
+        self.layer_step: Callable = torch.compile(layer_step, dynamic=False) if compiled else layer_step
+        self.step = 0
+        self.resume()
+
+    def resume(self) -> None:
+        """Take up the checkpoint if there is one; refuses one of another plan. Later metrics are cut off."""
+        path = self.directory / "checkpoint.pt"
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            if replace(Plan(**state["plan"]), tokens=self.plan.tokens) != self.plan:
+                raise SystemExit(f"{path} belongs to another plan: {state['plan']}; name another --directory")
+            if state["data"] != self.data_sha256:
+                raise SystemExit(f"{path} was trained on other token files than those in {self.data}")
+            self.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            torch.set_rng_state(state["random"])
+            self.step = state["step"]
+        (self.directory / "plan.json").write_text(json.dumps(asdict(self.plan), indent=1) + "\n")
+        metrics = self.directory / "metrics.jsonl"
+        kept = [line for line in metrics.read_text().splitlines() if whole(line)] if metrics.exists() else []
+        kept = [line for line in kept if json.loads(line)["step"] <= self.step]
+        metrics.write_text("".join(line + "\n" for line in kept))
+
+    def save(self) -> None:
+        """Replace the checkpoint atomically: a kill leaves the old one or the new one, whole."""
+        partial = self.directory / "checkpoint.pt.partial"
+        state = {
+            "plan": asdict(self.plan),
+            "data": self.data_sha256,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        with open(partial, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.directory / "checkpoint.pt")
+
+    def go(self, until: float) -> None:
+        """Train to the plan's end, or to `until` (time.monotonic)."""
+        saved_at, since, losses = time.monotonic(), time.monotonic(), []
+        while self.step < self.plan.steps and time.monotonic() < until:
+            figures = self.train_step()
+            losses.append(figures["loss"])
+            if self.step % LOG_STEPS == 0:
+                now = time.monotonic()
+                each = self.plan.sequences * CONTEXT_TOKENS
+                pace = len(losses) * each / (now - since)
+                figures |= {"loss": sum(losses) / len(losses), "tokens": self.step * each, "tokens_s": round(pace)}
+                if self.step % EVALUATE_STEPS == 0 or self.step == self.plan.steps:
+                    figures["valid_loss"] = self.evaluate()
+                self.log(figures)
+                since, losses = time.monotonic(), []
+            if time.monotonic() - saved_at > CHECKPOINT_S:
+                self.save()
+                saved_at = time.monotonic()
+        self.save()
+
+    def train_step(self) -> dict[str, Any]:
+        rate = self.plan.rate(self.step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = balance = 0.0
+        loads = []
+        batch = self.windows.batch(self.step, self.plan.sequences)
+        parts = batch.split(self.plan.micro_sequences)
+        for ids_BT in parts:
+            part_loss, part_balance, load_LE = self.losses(ids_BT)
+            ((part_loss + self.plan.balance * part_balance) / len(parts)).backward()
+            loss += part_loss.item() / len(parts)
+            balance += part_balance.item() / len(parts)
+            loads.append(load_LE)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip).item()
+        if not math.isfinite(loss + norm):
+            raise SystemExit(f"step {self.step}: loss {loss}, gradient norm {norm}; the checkpoint is untouched")
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        load_LE = torch.stack(loads).mean(0)
+        least = load_LE.amin() * load_LE.shape[1]
+        figures = {"loss": loss, "balance": balance, "least_load": least.item(), "gradient": norm, "rate": rate}
+        return {"step": self.step} | figures
+
+    def losses(self, ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden_BTD, balance, load_LE = hidden_states(self.model, ids_BT[:, :-1], self.layer_step)
+        head_VD = self.model.model.embed_tokens.weight
+        loss = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, ids_BT[:, 1:].reshape(-1), torch.bfloat16)
+        return loss, balance, load_LE
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss on a few validation windows of each domain."""
+        found = {}
+        for domain in DOMAINS:
+            ids = evaluation_windows(domain, "valid", CONTEXT_TOKENS, EVALUATION_WINDOWS, self.data)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                hidden_BTD, _, _ = hidden_states(self.model, ids[:, :-1])
+            head_VD = self.model.model.embed_tokens.weight
+            targets = ids[:, 1:].reshape(-1)
+            found[domain] = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, targets, torch.bfloat16).item()
+        return {domain: round(loss, 4) for domain, loss in found.items()}
+
+    def log(self, figures: dict[str, Any]) -> None:
+        short = {name: round(value, 6) if isinstance(value, float) else value for name, value in figures.items()}
+        with open(self.directory / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(short) + "\n")
+        left = (self.plan.steps - self.step) * self.plan.sequences * CONTEXT_TOKENS / max(figures["tokens_s"], 1)
+        print(f"step {self.step}/{self.plan.steps} loss {figures['loss']:.3f} left {left / 60:.0f} min", flush=True)
+
+
+def make_optimiser(model: Qwen3MoeForCausalLM, plan: Plan) -> torch.optim.AdamW:
+    """AdamW; no decay on norms and embeddings."""
+    decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed" in name]
+    groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=plan.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def fingerprint(data: Path) -> str:
+    """sha256 over the training and validation token files."""
+    digest = hashlib.sha256()
+    for file in token_files(data):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def token_files(data: Path) -> Iterator[Path]:
+    for domain in DOMAINS:
+        for split in ("train", "valid"):
+            yield data / f"{domain}.{split}.npy"
+
+
+def whole(line: str) -> bool:
+    """False for a line that a kill cut short."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
