@@ -74,7 +74,7 @@ class Batcher:
             return Status(
                 running=len(self._running), waiting=len(self._waiting), parallel=self._parallel, queue=self._queue,
                 kv_used_tokens=0, kv_total_tokens=self._runtime.ctx_size, decode_tok_s=0.0, prefill_tok_s=0.0,
-                healthy=self._error is None, draining=self._draining, error=self._error, rows=rows,
+                healthy=self._error is None, draining=self._draining, error=self._error, sequences=rows,
             )  # fmt: skip
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -99,12 +99,11 @@ class Batcher:
 
     def _row(self, ticket: Ticket) -> Row:
         output, now = ticket.output, time.perf_counter_ns()
-        started = ticket.admitted_ns or now
         return Row(
-            id=ticket.id, state="decode" if output.generated_tokens else "prefill" if ticket.admitted_ns else "waiting",
+            id=ticket.id, phase="decode" if output.generated_tokens else "prefill" if ticket.admitted_ns else "waiting",
             prompt_tokens=len(ticket.job.request.prompt_ids), prefilled_tokens=output.computed_tokens,
             cached_tokens=output.cached_tokens, generated_tokens=output.generated_tokens,
-            waited_s=(started - ticket.submitted_ns) / 1e9, running_s=(now - started) / 1e9,
+            age_s=(now - ticket.submitted_ns) / 1e9,
         )  # fmt: skip
 
     def _run(self) -> None:

@@ -83,21 +83,20 @@ Event = Progress | Piece | Done | Failed
 
 @dataclass(frozen=True)
 class Row:
-    """One job as the engine sees it. Tokens and seconds; waited_s: in the queue; running_s: since admission."""
+    """One job as the engine sees it: tokens, and seconds since it was submitted."""
 
     id: int
-    state: Literal["waiting", "prefill", "decode"]
+    phase: Literal["waiting", "prefill", "decode"]
     prompt_tokens: int
     prefilled_tokens: int
     cached_tokens: int
     generated_tokens: int
-    waited_s: float
-    running_s: float
+    age_s: float
 
 
 @dataclass(frozen=True)
 class Status:
-    """The engine now. Rates are over the last seconds; error: why it is not healthy."""
+    """The engine now. Rates are over the last seconds, all jobs together; error: why it is not healthy."""
 
     running: int
     waiting: int
@@ -110,4 +109,4 @@ class Status:
     healthy: bool
     draining: bool
     error: str | None
-    rows: tuple[Row, ...]
+    sequences: tuple[Row, ...]

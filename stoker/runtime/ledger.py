@@ -31,7 +31,8 @@ class PoolNeed(PoolSize):
 
 @dataclass(frozen=True)
 class Needs:
-    """Everything with a fixed price, in bytes."""
+    """Everything with a fixed price, in bytes. kv_bytes: of kv_tokens over all sequences (0: of ctx_tokens), with
+    states_bytes for what they keep whatever their length."""
 
     process_bytes: int  # interpreter and libraries with the skeleton and tokenizer, measured
     dense_bytes: int
@@ -41,6 +42,12 @@ class Needs:
     ctx_tokens: int
     kv_token_bytes: int
     prefix_bytes: int = 0  # kept prefixes of models without paged KV; the others use what is free of the KV
+    kv_tokens: int = 0
+    states_bytes: int = 0
+
+    @property
+    def shared_tokens(self) -> int:
+        return self.kv_tokens or self.ctx_tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Ledger:
     ring_records: int
     expert_bytes: int  # all records of the model
     prefix_bytes: int = 0
+    kv_tokens: int = 0  # over all sequences; 0: ctx_tokens
 
     @property
     def resident_share(self) -> float:
@@ -75,10 +83,13 @@ class Ledger:
         """The ledger for people, one entry a line."""
         least, most = min(self.slots), max(self.slots)
         per_pool = str(least) if least == most else f"{least} to {most}"
+        tokens = f"{self.kv_tokens or self.ctx_tokens} tokens"
+        if self.kv_tokens > self.ctx_tokens:
+            tokens += f", at most {self.ctx_tokens} a sequence"
         rows = [
             ("interpreter and libraries", self.process_bytes, ""),
             ("dense weights", self.dense_bytes, ""),
-            ("KV cache", self.kv_bytes, f"{self.ctx_tokens} tokens"),
+            ("KV cache", self.kv_bytes, tokens),
             *([("kept prefixes", self.prefix_bytes, "")] if self.prefix_bytes else []),
             ("expert slots", self.slots_bytes, f"{per_pool} a layer, {self.resident_share:.0%} of all experts"),
             ("prefill ring", self.ring_bytes, f"{self.ring_records} records"),
@@ -118,7 +129,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
                 for name, nbytes in (
                     ("libraries", needs.process_bytes),
                     ("dense weights", needs.dense_bytes),
-                    (f"KV of {needs.ctx_tokens} tokens", needs.kv_bytes),
+                    (f"KV of {needs.shared_tokens} tokens", needs.kv_bytes),
                     *([("kept prefixes", needs.prefix_bytes)] if needs.prefix_bytes else []),
                     ("scratch", needs.scratch_bytes),
                     ("reserve", RESERVE_BYTES),
@@ -151,6 +162,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
         free_bytes=budget - used,
         floor_bytes=floor,
         ctx_tokens=needs.ctx_tokens,
+        kv_tokens=needs.shared_tokens,
         slots=slots,
         ring_records=ring,
         expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
@@ -182,6 +194,10 @@ def _round_up(nbytes: int) -> int:
 
 def _remedy(budget: int, floor: int, needs: Needs) -> str:
     advice = f"give --memory {_round_up(floor) // MIB}MiB or more"
-    spare = budget - (floor - needs.kv_bytes)
+    spare = budget - (floor - needs.kv_bytes + needs.states_bytes)
     tokens = spare // needs.kv_token_bytes // 64 * 64 if needs.kv_token_bytes else 0
-    return advice + (f", or --ctx-size {tokens} or less" if tokens >= 64 else "")
+    if tokens < 64:
+        return advice
+    if needs.shared_tokens > needs.ctx_tokens and tokens >= needs.ctx_tokens:
+        return f"{advice}, or --kv-tokens {tokens} or less"
+    return f"{advice}, or --ctx-size {tokens} or less"

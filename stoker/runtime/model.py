@@ -10,6 +10,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any
@@ -32,7 +33,7 @@ from stoker.runtime.kv import KVPool, PagedSequence
 from stoker.runtime.plan import Options, Plan, plan_run
 from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
-from stoker.runtime.step import StepContext
+from stoker.runtime.step import Part, StepContext
 from stoker.runtime.uses import LayerUses, as_array
 from stoker.store.reader import Store, open_store
 from stoker.trace.events import Phase
@@ -97,7 +98,7 @@ class Runtime:
         self.weights = dense.load_dense(model, store, options.activation_bits)
         self.fusion = fuse(model, self.step) if options.fuse else FusionReport()
         self._attach_routers()
-        self.kv = KVPool(plan.kv_shape, options.ctx_size) if plan.kv_shape else None
+        self.kv = KVPool(plan.kv_shape, options.kv_tokens or options.ctx_size) if plan.kv_shape else None
         self._no_mask = torch.zeros(1, 1, 1, 1)
         self.load_seconds = time.perf_counter() - started
         self.generation_config = _generation_config(store.path)
@@ -158,35 +159,76 @@ class Runtime:
         if not ids:
             raise OptionError("there is no token to process", remedy="give a prompt")
         self._check_room(sequence, len(ids))
-        started = time.perf_counter_ns()
-        self.step.phase = "prefill"
         logits = torch.empty(0)
         for first in range(0, len(ids), self.prefill_chunk):
-            part = list(ids[first : first + self.prefill_chunk])
-            logits = self._append(sequence, part, [len(part) - 1])
-            if on_chunk is not None and first + len(part) < len(ids):
-                on_chunk(first + len(part))
-        self._prefill_ns += time.perf_counter_ns() - started
-        self._prefill_tokens += len(ids)
+            chunk = ids[first : first + self.prefill_chunk]
+            done = first + len(chunk)
+            logits = self.advance([Part(sequence, chunk, wants_logits=done == len(ids))])
+            if on_chunk is not None and done < len(ids):
+                on_chunk(done)
         return logits[0]
 
     def decode(self, sequences: Sequence[PagedSequence | CacheSequence], ids: Sequence[int]) -> Tensor:
         """One token for each sequence: ids [B] -> float32 logits [B, V]."""
-        for sequence in sequences:
-            self._check_room(sequence, 1)
+        return self.advance([Part(s, [token], decode=True) for s, token in zip(sequences, ids, strict=True)])
+
+    def advance(self, parts: Sequence[Part]) -> Tensor:
+        """Append the tokens of several sequences in one step: float32 logits [W, V] of the W parts that want them, in
+        order. Logits do not depend on what else is in the step.
+
+        With the paged cache it is one forward pass, which asks for the union of its experts once; when it raises, no
+        sequence has grown and the same step may be tried again. With transformers' own caches the parts run one after
+        another; when that raises, earlier parts have grown and the failed part's sequence must be closed.
+        """
+        for part in parts:
+            self._check_room(part.sequence, len(part.ids))
         started = time.perf_counter_ns()
-        self.step.phase = "decode"
-        if self.kv is not None:
-            for sequence in sequences:
-                sequence.reserve(1)  # type: ignore[union-attr]
-            logits = self._paged_step(list(sequences), [[token] for token in ids], list(range(len(ids))))
-            for sequence, token in zip(sequences, ids, strict=True):
-                sequence.append([token])
-        else:
-            logits = torch.cat([self._append(s, [token], [0]) for s, token in zip(sequences, ids, strict=True)])
-        self._decode_ns += time.perf_counter_ns() - started
-        self._decode_tokens += len(ids)
+        logits = self._flat(parts) if self.kv is not None else self._in_turn(parts)
+        self._account(parts, time.perf_counter_ns() - started)
         return logits
+
+    def _flat(self, parts: Sequence[Part]) -> Tensor:
+        """All parts as one paged step, answers first."""
+        order = sorted(range(len(parts)), key=lambda index: not parts[index].decode)
+        flat = [parts[index] for index in order]
+        for part in flat:
+            part.sequence.reserve(len(part.ids))
+        ends = list(accumulate(len(part.ids) for part in flat))
+        wanting = [row for row, part in enumerate(flat) if part.wants_logits]
+        self._begin(flat)
+        logits = self._paged_step(
+            [part.sequence for part in flat], [part.ids for part in flat], [ends[row] - 1 for row in wanting]
+        )
+        for part in flat:
+            part.sequence.append(list(part.ids))
+        asked = [order[row] for row in wanting]
+        if asked != sorted(asked):
+            logits = logits[torch.tensor(asked).argsort()]
+        return logits
+
+    def _in_turn(self, parts: Sequence[Part]) -> Tensor:
+        rows = [torch.empty(0, self.vocab_size)]
+        for part in parts:
+            self._begin([part])
+            ids, keep = torch.tensor([list(part.ids)]), [len(part.ids) - 1]
+            logits = self._forward(ids, None, keep, cache=part.sequence.cache, use_cache=True)
+            part.sequence.append(list(part.ids))
+            if part.wants_logits:
+                rows.append(logits)
+        return torch.cat(rows)
+
+    def _begin(self, parts: Sequence[Part]) -> None:
+        self.step.decode_tokens = sum(len(part.ids) for part in parts if part.decode)
+        self.step.phase = "decode" if all(part.decode for part in parts) else "prefill"
+
+    def _account(self, parts: Sequence[Part], spent_ns: int) -> None:
+        """Time of a mixed step goes to prefill and decode by their tokens."""
+        tokens = sum(len(part.ids) for part in parts)
+        decoded = sum(len(part.ids) for part in parts if part.decode)
+        decode_ns = spent_ns * decoded // tokens
+        self._decode_ns, self._decode_tokens = self._decode_ns + decode_ns, self._decode_tokens + decoded
+        self._prefill_ns += spent_ns - decode_ns
+        self._prefill_tokens += tokens - decoded
 
     def _check_room(self, sequence: PagedSequence | CacheSequence, tokens: int) -> None:
         if sequence.length + tokens > self.options.ctx_size:
@@ -198,17 +240,12 @@ class Runtime:
                 remedy="give a larger --ctx-size, or a shorter prompt",
             )
 
-    def _append(self, sequence: PagedSequence | CacheSequence, ids: list[int], keep: list[int]) -> Tensor:
-        if isinstance(sequence, PagedSequence):
-            sequence.reserve(len(ids))
-            logits = self._paged_step([sequence], [ids], keep)
-        else:
-            logits = self._forward(torch.tensor([ids]), None, keep, cache=sequence.cache, use_cache=True)
-        sequence.append(ids)
-        return logits
-
     def _paged_step(
-        self, sequences: list[Any], parts: list[list[int]], keep: list[int] | None, starts: list[int] | None = None
+        self,
+        sequences: Sequence[Any],
+        parts: Sequence[Sequence[int]],
+        keep: list[int] | None,
+        starts: list[int] | None = None,
     ) -> Tensor:
         """Run the tokens of several sequences flat; their blocks must be reserved. Logits of the rows in `keep`."""
         step, count = self.step, len(sequences)
@@ -238,7 +275,7 @@ class Runtime:
             )
         self.step.index += 1
         started = time.monotonic_ns()
-        rows: Any = 0 if keep is None else torch.tensor(keep)
+        rows: Any = 0 if keep is None else torch.tensor(keep, dtype=torch.int64)
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
         if self.recorder is not None:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
@@ -256,6 +293,7 @@ class Runtime:
         """
         if ids_BT.dim() != 2:
             raise OptionError("logits needs ids of shape [B, T]", got=tuple(ids_BT.shape))
+        self._begin([])
         self.step.phase = "prefill"
         if self.kv is None:
             return self._forward(ids_BT, None, None, attention_mask=attention_mask_BT, use_cache=False)
@@ -299,6 +337,11 @@ class Runtime:
         return self.options.ctx_size
 
     @property
+    def kv_tokens(self) -> int:
+        """How many tokens all sequences together may hold."""
+        return self.options.kv_tokens or self.options.ctx_size
+
+    @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
 
@@ -306,13 +349,17 @@ class Runtime:
         """The division of the budget, in bytes."""
         return self.budget.as_dict()
 
+    def counters(self) -> dict[str, Any]:
+        """The counters of the residency alone: cheap enough to be asked at every step."""
+        return self.residency.counters()
+
     def expert_uses(self) -> NDArray[np.int64]:
         """How often each MoE layer chose each expert since loading, one count a (token, choice): int64 [L, E]."""
         return as_array(self._uses)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading, with the names of DESIGN section 8, and the process's peak RSS in bytes."""
-        return self.residency.counters() | {
+        return self.counters() | {
             "prefill_tokens": self._prefill_tokens,
             "prefill_ns": self._prefill_ns,
             "decode_tokens": self._decode_tokens,

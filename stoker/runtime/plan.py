@@ -16,7 +16,7 @@ from stoker.runtime import dense
 from stoker.runtime.experts import Path
 from stoker.runtime.kv import KVShape
 from stoker.runtime.ledger import Ledger, Needs, PoolNeed, floor_bytes, plan_memory, with_slots
-from stoker.runtime.sequence import cache_token_bytes
+from stoker.runtime.sequence import cache_state_bytes, cache_token_bytes
 from stoker.store.reader import Store
 
 PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
@@ -35,7 +35,9 @@ class Options:
     path: Path = "auto"
     policy: str = "lru"
     threads: int | None = None
-    ctx_size: int = 4096
+    ctx_size: int = 4096  # tokens of the longest sequence
+    kv_tokens: int | None = None  # tokens over all sequences; None: ctx_size
+    parallel: int = 1  # sequences at once; prices the states that hybrid models keep for each
     prefill_chunk: int | None = None
     depth: int | None = None  # reads in flight; None: measured on the store
     io_backend: str = "auto"
@@ -52,6 +54,15 @@ class Options:
             raise OptionError("unknown path", where="--path", expected=", ".join(PATHS), got=self.path)
         if self.ctx_size < 1:
             raise OptionError("the context must hold a token", where="--ctx-size", got=self.ctx_size)
+        if self.kv_tokens is not None and self.kv_tokens < self.ctx_size:
+            raise OptionError(
+                "the KV cache must hold the longest sequence",
+                where="--kv-tokens",
+                expected=f"at least --ctx-size {self.ctx_size}",
+                got=self.kv_tokens,
+            )
+        if self.parallel < 1:
+            raise OptionError("at least one sequence must run", where="--parallel", got=self.parallel)
         if self.prefetch < 0:
             raise OptionError("a number of reads cannot be negative", where="--prefetch", got=self.prefetch)
         if self.prefix_ram is not None and self.prefix_ram < 0:
@@ -82,7 +93,9 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         )
     smallest = min(options.prefill_chunk or CHUNKS[-1], options.ctx_size)
     token_bytes = shape.token_bytes if shape else cache_token_bytes(config)
-    kv_bytes = shape.bytes_for(options.ctx_size) if shape else token_bytes * options.ctx_size
+    kv_tokens = options.kv_tokens or options.ctx_size
+    states_bytes = 0 if shape else cache_state_bytes(config) * options.parallel
+    kv_bytes = shape.bytes_for(kv_tokens) if shape else token_bytes * kv_tokens + states_bytes
     needs = Needs(
         process_bytes=psutil.Process().memory_info().rss,
         dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
@@ -91,6 +104,8 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         pools=tuple(PoolNeed(pool.experts, pool.layout.record_bytes, top_k(config)) for pool in store.pools),
         ctx_tokens=options.ctx_size,
         kv_token_bytes=token_bytes,
+        kv_tokens=kv_tokens,
+        states_bytes=states_bytes,
         prefix_bytes=_prefix_bytes(options, kv_bytes, limit, paged=shape is not None),
     )
     chunk, scratch = smallest, needs.scratch_bytes

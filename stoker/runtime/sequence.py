@@ -55,3 +55,16 @@ def cache_token_bytes(config: Any) -> int:
     layers = sum(kind in ("full_attention", "sliding_attention") for kind in kinds)
     # One layer's concatenation holds the old and the new tensors at once.
     return int((layers + 1) * 2 * heads * width * 4)
+
+
+def cache_state_bytes(config: Any) -> int:
+    """Bytes that each sequence takes whatever its length: float32 states of linear attention and short convolutions."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    convolved = kinds.count("conv") * config.hidden_size * getattr(config, "conv_L_cache", 0) * 4
+    linear = kinds.count("linear_attention")
+    if not linear or not hasattr(config, "linear_num_value_heads"):
+        return int(convolved)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    state = config.linear_key_head_dim * values + (2 * keys + values) * config.linear_conv_kernel_dim
+    return int(convolved + linear * state * 4)

@@ -1,12 +1,13 @@
-"""What one step shares with the modules that run inside it: phase and the paged KV of the tokens' sequences.
+"""What one step is asked (parts of sequences) and what it shares with the modules inside: phase, paged KV, rotation.
 
-One object per Runtime, refilled before each forward. Modules read it; nothing here computes.
+One context per Runtime, refilled before each forward. Modules read it; nothing here computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +19,26 @@ def _empty() -> Tensor:
     return torch.empty(0, dtype=torch.int32)
 
 
+@dataclass(frozen=True)
+class Part:
+    """The next tokens of one sequence (at least one). decode: it continues an answer, so it shapes what stays resident;
+    else it is prompt. wants_logits: those after the last token are asked for."""
+
+    sequence: Any
+    ids: Sequence[int]
+    decode: bool = False
+    wants_logits: bool = True
+
+
 @dataclass
 class StepContext:
-    """`block_table` int32 [B, M], `seq_of_token` and `pos_of_token` int32 [T], `start_of_seq` int32 [B]."""
+    """`block_table` int32 [B, M], `seq_of_token` and `pos_of_token` int32 [T], `start_of_seq` int32 [B].
+
+    phase: "decode" where every token continues an answer; decode_tokens: how many of the leading tokens do.
+    """
 
     phase: Phase = "prefill"
+    decode_tokens: int = 0
     index: int = 0
     kv_base: int = 0
     block_table: Tensor = field(default_factory=_empty)
