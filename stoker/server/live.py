@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -80,7 +79,7 @@ class ModelView:
 
 
 class Sampler:
-    """Samples every model that is in memory. `latest` is the last sample; `changed` wakes those who wait for one."""
+    """Samples every model that is in memory. `latest` is the last sample."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry, self._clock = registry, clock
@@ -89,9 +88,10 @@ class Sampler:
         self._views: dict[str, tuple[weakref.ref[Service], ModelView]] = {}
         self._process = psutil.Process()
         self._next = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._looked_s = self._start_s
         self.listeners = 0
         self.latest: dict[str, Any] = {}
-        self.closing = False
 
     def sample(self) -> dict[str, Any]:
         """Take a sample now."""
@@ -125,41 +125,41 @@ class Sampler:
 
     def with_history(self) -> dict[str, Any]:
         """The latest sample, with the last minutes: per model [tok_s, stall_of_steps, hit_rate, read_bytes_s] rows."""
-        latest = self.latest or self.sample()
         history = {name: list(view.history) for name, (_, view) in self._views.items()}
-        return latest | {"every_s": EVERY_S, "history": history}
+        return self.latest | {"every_s": EVERY_S, "history": history}
 
-    async def run(self) -> None:
-        """Sample until cancelled."""
-        while True:
+    def start(self) -> None:
+        """Somebody looks: sample from now on, until nobody has looked for a while."""
+        self._looked_s = self._clock()
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._views.clear()
+            self._next = asyncio.Event()
+            self.sample()
+            self._task = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self.listeners or self._clock() - self._looked_s < HISTORY * EVERY_S:
+            await asyncio.sleep(EVERY_S)
             try:
                 self.sample()
             except StokerError:  # a model was closed while it was read: the next sample no longer lists it
                 pass
             except Exception:
                 LOG.exception("the live figures could not be read")
-            self._wake()
-            await asyncio.sleep(EVERY_S)
+            self._next.set()
+            self._next = asyncio.Event()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The present with its history, then one event a sample. Who reads slowly misses samples, not memory."""
         self.listeners += 1
         try:
             yield data(self.with_history())
-            while not self.closing and not self.latest.get("draining"):
+            while not self.latest.get("draining"):
                 await self._next.wait()
                 yield data(self.latest)
         finally:
             self.listeners -= 1
-
-    def close(self) -> None:
-        """End every stream."""
-        self.closing = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._next.set()
-        self._next = asyncio.Event()
 
 
 def _requests(totals: Totals) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def _requests(totals: Totals) -> dict[str, Any]:
         "first_token_s": {
             "last": totals.recent_first_token_s[-1] if recent else None,
             "median": recent[len(recent) // 2] if recent else None,
+            "count": len(recent),
         },
         "tokens": {
             "prompt": totals.prompt_tokens,
@@ -180,20 +181,13 @@ def _requests(totals: Totals) -> dict[str, Any]:
 
 
 def router(registry: Registry, settings: Settings) -> APIRouter:
-    """`GET /live` and `GET /live/stream`; samples are taken while the application runs."""
+    """`GET /live` and `GET /live/stream`; samples are taken from the first look on."""
     sampler = Sampler(registry)
-
-    @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
-        task = asyncio.create_task(sampler.run())
-        yield
-        sampler.close()
-        task.cancel()
-
-    routes = APIRouter(lifespan=lifespan, tags=["watch"])
+    routes = APIRouter(tags=["watch"])
 
     @routes.get("/live", summary="What the server does now, with the last two minutes")
     async def live() -> Response:
+        sampler.start()
         return _json(sampler.with_history())
 
     @routes.get("/live/stream", summary="The same as server-sent events, once a second")
@@ -202,6 +196,7 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
             raise RequestError(
                 f"{MOST_LISTENERS} others are watching", status=429, code="too_many_listeners", retry_after_s=5
             )
+        sampler.start()
         return EventStream(sampler.events(), every_s=settings.sse_keep_alive_s)
 
     return routes

@@ -48,7 +48,7 @@ ENGINE: dict[str, tuple[str, float, str]] = {
     "prefetch_expired": ("expert_prefetches_expired", 1, "Prefetches that had not started at their deadline"),
     "dropped_experts": ("expert_dropped", 1, "Experts left out of a step: 0 always"),
 }
-LEDGER_PARTS = ("process", "dense", "kv", "scratch", "slots", "ring", "reserve", "free")
+LEDGER_PARTS = ("process", "dense", "kv", "prefix", "scratch", "slots", "ring", "reserve", "free")
 # PrefixCache.stats() entries that are amounts now; every other one only grows.
 PREFIX_GAUGES = ("ram_bytes", "disk_bytes")
 
@@ -130,7 +130,7 @@ class ServerCollector(Collector):
         yield _counter("http_requests", "HTTP requests answered, by route template", rows)
         yield _gauge("http_requests_in_flight", "HTTP requests being answered now", [({}, counts.in_flight)])
         by_route = [({"route": route}, seconds) for route, seconds in sorted(counts.seconds.items())]
-        yield _histogram("http_request_seconds", "From the request's head to the answer's last byte", by_route)
+        yield _histogram("http_request_duration_seconds", "From the request's head to the answer's last byte", by_route)
 
 
 def _requests(totals: Mapping[str, Totals]) -> Iterator[Metric]:

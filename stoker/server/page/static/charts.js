@@ -48,12 +48,14 @@ export function stackedBar(element, parts, mark = null) {
   }
 }
 
-// The colour of each of 256 levels, through the style sheet's stops --heat-0 .. --heat-4.
-function palette(element) {
+// The colour of each of 256 levels, through the style sheet's stops --heat-0 .. --heat-4. The middle stop is even use;
+// above it the scale is logarithmic up to `top`, the most used expert as a multiple of even use.
+function palette(element, top) {
   const style = getComputedStyle(element);
   const stops = [0, 1, 2, 3, 4].map((i) => style.getPropertyValue(`--heat-${i}`).trim().match(/[0-9a-f]{2}/gi).map((hex) => parseInt(hex, 16)));
   return Array.from({ length: 256 }, (_, level) => {
-    const at = Math.sqrt(level / 255) * 4, low = Math.min(3, Math.floor(at)), part = at - low;
+    const times = (level / 255) * top, high = top > 1 ? Math.log(Math.max(times, 1)) / Math.log(top) : 0;
+    const at = times <= 1 ? 2 * times : 2 + 2 * high, low = Math.min(3, Math.floor(at)), part = at - low;
     return stops[low].map((channel, i) => Math.round(channel + (stops[low + 1][i] - channel) * part));
   });
 }
@@ -74,7 +76,7 @@ export class HeatMap {
 
   draw() {
     if (!this.data?.layers) return;
-    const { layers, experts } = this.data, colours = palette(this.canvas);
+    const { layers, experts } = this.data, colours = palette(this.canvas, this.data.top_share * experts);
     if (this.canvas.width !== experts || this.canvas.height !== layers) {
       this.canvas.width = experts;
       this.canvas.height = layers;

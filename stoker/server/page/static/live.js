@@ -8,21 +8,24 @@ import { bytes, count, figure, percent, plural, seconds } from "./words.js";
 
 const HISTORY = 120;
 const PARTS = [
-  ["process", "interpreter, libraries"],
-  ["dense", "dense weights"],
+  ["process", "libraries"],
+  ["dense", "dense"],
   ["kv", "KV cache"],
-  ["slots", "expert slots"],
-  ["ring", "prefill ring"],
+  ["prefix", "prefixes"],
+  ["slots", "slots"],
+  ["ring", "ring"],
   ["scratch", "scratch"],
   ["reserve", "reserve"],
   ["free", "free"],
 ];
+const percentOf = (share) => percent(share);
+// With a history: text of its value now, or the last there was. Without: text and a note of the model.
 const TILES = [
-  { name: "tok_s", label: "tokens a second", history: 0, text: (m) => figure(m.rates.tok_s) },
-  { name: "first", label: "time to first token", text: (m) => seconds(m.first_token_s.last), note: (m) => (m.first_token_s.median == null ? "" : `median ${seconds(m.first_token_s.median)}`) },
-  { name: "stall", label: "stalled on the disk", history: 1, most: 1, text: (m) => percent(m.rates.stall_of_steps) },
-  { name: "hits", label: "experts in memory", history: 2, most: 1, text: (m) => percent(m.rates.hit_rate) },
-  { name: "disk", label: "MB/s from the disk", history: 3, text: (m) => figure(m.rates.read_bytes_s == null ? null : m.rates.read_bytes_s / 1e6) },
+  { name: "tok_s", label: "tokens a second", history: 0, text: figure },
+  { name: "first", label: "time to first token", text: (m) => seconds(m.first_token_s.last), note: (m) => (m.first_token_s.count < 2 ? "" : `median ${seconds(m.first_token_s.median)}`) },
+  { name: "stall", label: "stalled on the disk", history: 1, most: 1, text: percentOf },
+  { name: "hits", label: "experts in memory", history: 2, most: 1, text: percentOf },
+  { name: "disk", label: "MB/s from the disk", history: 3, text: (rate) => figure(rate == null ? null : rate / 1e6) },
   { name: "prefix", label: "prompt from cache", text: (m) => (m.tokens.prompt ? percent(m.tokens.cached / m.tokens.prompt) : "–"), note: (m) => (m.tokens.prompt ? `${count(m.tokens.cached)} of ${count(m.tokens.prompt)} tokens` : "") },
 ];
 
@@ -151,18 +154,23 @@ function drawTiles() {
 function showTiles(model, rows) {
   for (const tile of TILES) {
     const value = $(`tile-${tile.name}`).lastElementChild;
-    value.firstChild.textContent = tile.text(model);
     if (tile.history != null) {
+      const last = rows.findLast((row) => row[tile.history] != null), now = rows.at(-1)?.[tile.history];
+      value.parentElement.classList.toggle("old", now == null && last != null);
+      value.firstChild.textContent = tile.text((now ?? last?.[tile.history]) ?? null);
       const padded = [...Array(Math.max(0, HISTORY - rows.length)).fill(null), ...rows.map((row) => row[tile.history])];
       sparkline(value.lastChild, padded, tile.most);
-    } else value.lastChild.textContent = tile.note(model);
+    } else {
+      value.firstChild.textContent = tile.text(model);
+      value.lastChild.textContent = tile.note(model);
+    }
   }
 }
 
 function showMemory(ledger, rss) {
   const budget = ledger.budget_bytes;
-  $("memory-text").textContent = `${bytes(rss)} resident of a budget of ${bytes(budget)}; ${percent(ledger.resident_share)} of all experts fit in the slots`;
-  stackedBar($("memory-bar"), PARTS.map(([name]) => ({ name, share: ledger[`${name}_bytes`] / budget })), rss / budget);
+  $("memory-text").textContent = `${bytes(rss)} of ${bytes(budget)} in use (line); ${percent(ledger.resident_share)} of experts fit`;
+  stackedBar($("memory-bar"), PARTS.map(([name]) => ({ name, share: (ledger[`${name}_bytes`] || 0) / budget })), rss / budget);
   const body = $("memory-table").tBodies[0];
   PARTS.forEach(([name, label], i) => {
     let row = body.rows[i];
@@ -175,7 +183,7 @@ function showMemory(ledger, rss) {
       row.append(head);
       row.insertCell();
     }
-    row.cells[1].textContent = bytes(ledger[`${name}_bytes`]);
+    row.cells[1].textContent = bytes(ledger[`${name}_bytes`] || 0);
   });
 }
 
@@ -211,7 +219,9 @@ function drawRow(list) {
 function showHeat(data) {
   if (!data.layers) return;
   heat.show(data);
-  $("heat-text").textContent = `${data.layers} layers (rows) of ${data.experts} experts; the last few hundred tokens`;
+  $("heat-text").textContent = data.top_share ? `Rows: ${data.layers} layers; columns: ${data.experts} experts; lately` : `${data.layers} layers of ${data.experts} experts; no token yet`;
+  $("heat").nextElementSibling.hidden = !data.top_share;
+  $("heat-even").textContent = `even ${percent(1 / data.experts, 1)}`;
   $("heat-top").textContent = percent(data.top_share, 1);
   $("heat").setAttribute("aria-label", `Heat map of expert use: ${data.layers} layers of ${data.experts} experts. The most used expert takes ${percent(data.top_share, 1)} of its layer's choices; even use would be ${percent(1 / data.experts, 1)}.`);
   if (heat.at) read(...heat.at);

@@ -1,7 +1,7 @@
 // Numbers and troubles in words. Pure: no document, no network.
 
 export function bytes(n) {
-  if (n == null) return "–";
+  if (!n) return n === 0 ? "0" : "–";
   const gib = n / 2 ** 30, mib = n / 2 ** 20;
   return gib >= 1 ? `${gib.toFixed(2)} GiB` : mib >= 1 ? `${mib.toFixed(0)} MiB` : `${(n / 1024).toFixed(0)} KiB`;
 }
