@@ -142,7 +142,7 @@ def serve(
     sock = wire.bind(host, port)
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
-    loading |= {"activation_bits": activation_bits}
+    loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens}
     cache = {"directory": prefix_cache, "size": prefix_cache_size}
     registry = _registry(models, names, memory, keep_alive, settings, loading, cache, (parallel, queue))
     _serve(registry, settings, sock)
@@ -213,7 +213,7 @@ def _registry(
 
 def _priced(loading: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
-    return {name: loading[name] for name in ("ctx_size", "activation_bits")}
+    return {name: loading[name] for name in ("ctx_size", "kv_tokens", "activation_bits")}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:

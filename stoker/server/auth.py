@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from stoker.server.errors import RequestError
-from stoker.server.settings import LOOPBACK, Settings
+from stoker.server.settings import Settings, is_loopback
 
 # What holds neither models nor conversations: whether the server lives, and the page's own files.
 OPEN_PATHS = ("/health", "/health/live", "/", "/favicon.ico")
@@ -47,7 +47,7 @@ def check_host(headers: Headers, settings: Settings) -> None:
     if not settings.loopback:
         return
     name = host_name(headers.get("host", ""))
-    if name and name not in LOOPBACK and not name.startswith("127."):
+    if name and not is_loopback(name):
         raise RequestError(
             "this server answers to localhost alone", status=403, code="foreign_host", expected="Host: localhost",
             got=repr(name[:80]), remedy="start it with --host to serve other names",

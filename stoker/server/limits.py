@@ -178,8 +178,11 @@ def parse(model: type[M], body: dict[str, Any]) -> M:
 
 def _invalid(model: type[BaseModel], error: ValidationError) -> RequestError:
     problems = error.errors(include_url=False, include_context=False)
-    # An unknown field says more than what else it caused.
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    # An unknown field says more than what else it caused; a value out of range more than the side of a union that it
+    # is not.
+    same = [p for p in problems if p["loc"][:1] == problems[0]["loc"][:1]]
+    first = next((p for p in same if not p["type"].endswith("_type")), problems[0])
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), first)
     field = field_path(first["loc"])
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])[:80]

@@ -16,6 +16,7 @@ from stoker.generate.job import Done, Event, Failed, Job, Piece, Progress
 from stoker.generate.model import Model
 from stoker.generate.report import Result
 from stoker.generate.request import SamplingOptions, resolve_sampling
+from stoker.server.errors import refused
 from stoker.server.held import current
 from stoker.server.observe import Totals
 from stoker.server.settings import Settings
@@ -54,12 +55,20 @@ class Service:
 
     def sampling(self, asked: Mapping[str, Any]) -> SamplingOptions:
         """What was asked (None: not asked), over the server's flags, over the model's generation_config.json, over
-        greedy. At temperature 0 filters are let go of: the most likely token survives every one of them."""
+        greedy. At temperature 0 filters are let go of: the most likely token survives every one of them. Raises
+        OptionError for what is out of range."""
         chosen = {name: value for name, value in asked.items() if value is not None}
         merged = {**self.settings.sampling, **chosen}
         if merged.get("temperature") == 0:
             merged = {name: value for name, value in merged.items() if name not in _FILTERS}
-        return resolve_sampling(merged, self.model.runtime.generation_config)
+        options, vocab_tokens = resolve_sampling(merged, self.model.runtime.generation_config), self.vocab_tokens
+        outside = next((token for token in options.logit_bias if token >= vocab_tokens), None)
+        if outside is not None:
+            raise refused(
+                "logit_bias", "a token id lies outside the vocabulary", code="invalid_value",
+                expected=f"0 to {vocab_tokens - 1}", got=outside,
+            )  # fmt: skip
+        return options
 
     def limit_tokens(self, prompt_tokens: int, asked: int | None, *, otherwise: int | None = None) -> int:
         """How many tokens an answer may have: what was asked (else the server's flag, else `otherwise`) is an upper
@@ -75,6 +84,11 @@ class Service:
     def fingerprint(self) -> str:
         """Changes with the weights and with nothing else; in OpenAI's form."""
         return "fp_" + str(self.model.runtime.store.manifest.fingerprint())[:12]
+
+    @property
+    def vocab_tokens(self) -> int:
+        """Token ids lie below it."""
+        return int(self.model.runtime.vocab_size)
 
     @property
     def ctx_size(self) -> int:

@@ -5,12 +5,12 @@ Knows no model and no HTTP library.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 from stoker.errors import OptionError
 
 MIB = 1 << 20
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,12 @@ class Settings:
     @property
     def loopback(self) -> bool:
         """Whether only programs on this machine can reach the server."""
-        return self.host in LOOPBACK or self.host.startswith("127.")
+        return is_loopback(self.host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address always means this machine."""
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False

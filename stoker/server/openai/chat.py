@@ -65,13 +65,18 @@ def _prepare_all(service: Service, asked: ChatRequest, turn: Turn) -> list[tuple
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     turns = [replace(turn, sampling=asked.asked(logprobs, choice)) for choice in range(asked.n or 1)]
     try:
-        return [prepare(service, one) for one in turns]
+        return [_with_switches(asked, *prepare(service, one)) for one in turns]
     except OptionError as error:
         if error.field in _NAMES:
             if error.where == error.field:
                 error.where = _NAMES[error.field]
             error.field = _NAMES[error.field]
         raise
+
+
+def _with_switches(asked: ChatRequest, job: Job, parser: AnswerParser) -> tuple[Job, AnswerParser]:
+    request = replace(job.request, ignore_eos=bool(asked.ignore_eos))
+    return replace(job, request=request, cache=asked.cache_prompt is not False), parser
 
 
 @dataclass

@@ -103,7 +103,7 @@ class Choice:
 def _choices(service: Service, asked: CompletionRequest) -> list[Choice]:
     """Runs off the event loop."""
     choices: list[Choice] = []
-    vocab_tokens = service.model.runtime.vocab_size
+    vocab_tokens = service.vocab_tokens
     for prompt in _prompts(asked):
         ids = service.encode(prompt, special=True) if isinstance(prompt, str) else list(prompt)
         outside = next((token for token in ids if token >= vocab_tokens), None)

@@ -80,7 +80,7 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
     async def detokenize(request: Request) -> JSONResponse:
         asked = parse(DetokenizeRequest, await read_body(request, settings))
         service = await registry.get(asked.model)
-        outside = next((token for token in asked.tokens if token >= service.model.runtime.vocab_size), None)
+        outside = next((token for token in asked.tokens if token >= service.vocab_tokens), None)
         if outside is not None:
             raise refused("tokens", "a token id lies outside the vocabulary", code="invalid_value", got=outside)
         text = await service.work(service.model.tokenizer.decode, asked.tokens)
