@@ -30,7 +30,7 @@ from recipes.testbed.tokenizer import DIRECTORY
 
 CHECKPOINT_S = 120
 LOG_STEPS = 10
-EVALUATE_STEPS = 200
+EVALUATE_STEPS = 250
 EVALUATION_WINDOWS = 4  # of each domain: a running figure; evaluate.py reads all
 
 
@@ -41,11 +41,11 @@ class Plan:
     model: str
     tokens: int
     seed: int = 1
-    sequences: int = 16
+    sequences: int = 8
     micro_sequences: int = 8
-    peak_rate: float = 2e-3
+    peak_rate: float = 2.5e-3
     last_rate: float = 5e-5
-    warmup_steps: int = 200
+    warmup_steps: int = 100
     decay_part: float = 0.4
     weight_decay: float = 0.1
     balance: float = 0.003
