@@ -1,52 +1,67 @@
 """The engine thread of a server: takes jobs from any thread, runs the model's steps, tells each job's listener.
 
-Owns the thread, the queue and every sequence. What is made of logits is output.py's; HTTP and asyncio are unknown here.
+Owns the thread, the tickets and every sequence; scheduler.py decides what a step computes, output.py makes text of its
+logits. Knows neither HTTP nor asyncio. The thread never dies in silence: a bug ends all jobs with Failed and leaves the
+batcher unhealthy.
 """
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stoker.errors import Closing, QueueFull, StokerError
-from stoker.generate.job import Done, Event, Failed, Job, Piece, Progress, Row, Status
+from stoker.errors import Closing, OptionError, QueueFull, StokerError
+from stoker.generate.job import Job, Status
 from stoker.generate.model import Model
 from stoker.generate.output import Output
+from stoker.generate.pace import Pace
 from stoker.generate.report import growth
+from stoker.generate.scheduler import Limits, Scheduler, Step
+from stoker.generate.ticket import Listener, Ticket
 
-Listener = Callable[[Event], None]
+if TYPE_CHECKING:
+    from stoker.generate.prefix import PrefixCache
 
-
-class Ticket:
-    """A submitted job."""
-
-    def __init__(self, id: int, job: Job, listen: Listener, output: Output, submitted_ns: int) -> None:
-        self.id, self.job, self.listen, self.output, self.submitted_ns = id, job, listen, output, submitted_ns
-        self.admitted_ns = 0
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """End the job within one step; its listener gets Done with finish_reason "cancelled"."""
-        self.cancelled = True
+MIXED_TOKENS = 256  # prompt tokens beside running answers: enough that reading most experts once is worth it
+Logits = NDArray[np.float32] | None
 
 
 class Batcher:
-    """Runs jobs on one model. Close it before the model."""
+    """Runs up to `parallel` jobs of a model at once; `queue` more may wait. Close it before the model.
 
-    def __init__(self, model: Model, *, parallel: int = 4, queue: int = 64, prefix: Any = None) -> None:
-        self._model, self._runtime = model, model.runtime
-        self._parallel, self._queue, self._prefix = parallel, queue, prefix
+    mixed_tokens, decode_share: see scheduler.Limits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        parallel: int = 4,
+        queue: int = 64,
+        prefix: "PrefixCache | None" = None,
+        mixed_tokens: int = MIXED_TOKENS,
+        decode_share: float = 0.5,
+    ) -> None:
+        for name, value, least in (("parallel", parallel, 1), ("queue", queue, 0), ("mixed_tokens", mixed_tokens, 1)):
+            if value < least:
+                raise OptionError("too small", where=name, expected=f"at least {least}", got=value)
+        if not 0 <= decode_share < 1:
+            raise OptionError("not a share", where="decode_share", expected="0 to less than 1", got=decode_share)
+        self._model, self._runtime, self._prefix = model, model.runtime, prefix
+        self._scheduler = Scheduler(_limits(self._runtime, parallel, queue, mixed_tokens, decode_share))
         self._wake = threading.Condition()
-        self._waiting: deque[Ticket] = deque()
-        self._running: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
         self._next_id = 0
+        self._pace = Pace()
         self._draining = self._closed = False
-        self._error: str | None = None
+        self._error: StokerError | None = None
         self._thread = threading.Thread(target=self._run, name="stoker-engine", daemon=True)
         self._thread.start()
+
+    # The door: any thread.
 
     def submit(self, job: Job, listen: Listener) -> Ticket:
         """Queue a job; `listen` is called on the engine thread with each event and must return at once.
@@ -57,112 +72,289 @@ class Batcher:
             self._runtime, job.request, constraint=job.constraint, skip_special_tokens=job.skip_special_tokens
         )
         with self._wake:
+            if self._error is not None:
+                raise Closing("the engine has failed", got=self._error.what, remedy="load the model again")
             if self._draining or self._closed:
-                raise Closing("the server is shutting down", remedy="ask again later")
-            if len(self._waiting) >= self._queue:
-                full = QueueFull("too many requests are waiting", expected=f"at most {self._queue}")
-                raise full
+                raise _closing()
+            if self._scheduler.full:
+                raise self._queue_full()
             self._next_id += 1
-            ticket = Ticket(self._next_id, job, listen, output, time.perf_counter_ns())
-            self._waiting.append(ticket)
+            ticket = Ticket(self._next_id, job, output, listen, self._notify)
+            self._scheduler.add(ticket.id, len(job.request.prompt_ids), ticket.most_tokens)
+            self._tickets[ticket.id] = ticket
             self._wake.notify_all()
         return ticket
 
     def status(self) -> Status:
         with self._wake:
-            rows = tuple(self._row(ticket) for ticket in [*self._running, *self._waiting])
+            running, waiting = self._scheduler.running, self._scheduler.waiting
+            decode_tok_s, prefill_tok_s = self._pace.rates(time.monotonic())
             return Status(
-                running=len(self._running), waiting=len(self._waiting), parallel=self._parallel, queue=self._queue,
-                kv_used_tokens=0, kv_total_tokens=self._runtime.ctx_size, decode_tok_s=0.0, prefill_tok_s=0.0,
-                healthy=self._error is None, draining=self._draining, error=self._error, sequences=rows,
-            )  # fmt: skip
+                running=len(running),
+                waiting=len(waiting),
+                parallel=self._scheduler.limits.parallel,
+                queue=self._scheduler.limits.queue,
+                kv_used_tokens=self._kv_used_tokens(),
+                kv_total_tokens=self._scheduler.limits.capacity_tokens,
+                decode_tok_s=decode_tok_s,
+                prefill_tok_s=prefill_tok_s,
+                healthy=self._error is None and not self._closed,
+                draining=self._draining,
+                error=None if self._error is None else str(self._error),
+                sequences=tuple(self._tickets[id].row() for id in (*running, *waiting)),
+            )
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no more jobs, tell the waiting ones, let the running ones finish; whether they did in time."""
+        """Take no more jobs, fail the waiting ones with Closing, let the others finish; whether they did in time."""
         with self._wake:
             self._draining = True
-            waiting, self._waiting = list(self._waiting), deque()
             self._wake.notify_all()
-            for ticket in waiting:
-                ticket.listen(Failed(Closing("the server is shutting down", remedy="ask again later")))
-            return self._wake.wait_for(lambda: not self._running, timeout_s)
+            return self._wake.wait_for(lambda: not self._tickets or self._error is not None, timeout_s)
 
     def close(self) -> None:
-        """Cancel everything and end the thread. Idempotent."""
-        self.drain(0)
+        """End every job with Failed(Closing) after the step in progress, and the thread. Idempotent."""
         with self._wake:
-            self._closed = True
-            for ticket in self._running:
-                ticket.cancel()
+            self._draining = self._closed = True
             self._wake.notify_all()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def _row(self, ticket: Ticket) -> Row:
-        output, now = ticket.output, time.perf_counter_ns()
-        return Row(
-            id=ticket.id, phase="decode" if output.generated_tokens else "prefill" if ticket.admitted_ns else "waiting",
-            prompt_tokens=len(ticket.job.request.prompt_ids), prefilled_tokens=output.computed_tokens,
-            cached_tokens=output.cached_tokens, generated_tokens=output.generated_tokens,
-            age_s=(now - ticket.submitted_ns) / 1e9,
-        )  # fmt: skip
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
+
+    def _queue_full(self) -> QueueFull:
+        limits = self._scheduler.limits
+        error = QueueFull(
+            "too many requests are waiting",
+            expected=f"at most {limits.queue} behind {limits.parallel} at work",
+            remedy="ask again later",
+        )
+        error.retry_after_s = self._pace.wait_s(len(self._scheduler.waiting) + 1, limits.parallel)
+        return error
+
+    def _kv_used_tokens(self) -> int:
+        pool = getattr(self._runtime, "kv", None)
+        if pool is not None:
+            return int(self._scheduler.limits.capacity_tokens - pool.free_tokens)
+        return sum(t.sequence.length for t in self._tickets.values() if t.sequence is not None)
+
+    # The engine thread.
 
     def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._end_all(_closing())
+        except BaseException as error:
+            failed = StokerError(f"the engine failed: {error!r}", remedy="load the model again, and report this")
+            with self._wake:
+                self._error = failed
+            self._end_all(failed)
+            if not isinstance(error, Exception):
+                raise
+
+    def _turn(self) -> bool:
+        """One look at who came and went, and one step; False when it is time to end."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._tickets or self._closed)
+            if self._closed:
+                return False
+            gone = [ticket for ticket in self._tickets.values() if ticket.cancelled]
+            refused = [t for t in self._tickets.values() if self._draining and not t.started and not t.cancelled]
+        for ticket in gone:
+            self._leave(ticket)
+        for ticket in refused:
+            self._leave(ticket, _closing())
+        with self._wake:
+            admitted = [self._tickets[id] for id in self._scheduler.admit()]
+        for ticket in admitted:
+            self._begin(ticket)
+        step = self._cut(self._plan())
+        if step.tokens:
+            self._step(step)
+        return True
+
+    def _begin(self, ticket: Ticket) -> None:
+        sequence = self._runtime.new_sequence()
+        cached = 0
+        if self._prefix is not None and ticket.job.cache:
+            with self._model._lock:
+                cached = int(self._prefix.match(sequence, ticket.ids))
+        self._scheduler.cached(ticket.id, cached)
+        ticket.begin(sequence, cached)
+
+    def _plan(self) -> Step:
+        """The next step, its KV room taken: where others hold more than the account says, jobs are put back."""
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                ticket = self._waiting.popleft()
-                self._running.append(ticket)
-            try:
-                event: Event = self._serve(ticket)
-            except Exception as error:
-                wrapped = StokerError(f"the engine failed: {error!r}")
-                event = Failed(error if isinstance(error, StokerError) else wrapped)
+                step = self._scheduler.plan()
+            for id in step.preempted:
+                self._put_back(self._tickets[id])
+            short = self._reserve(step)
+            if short is None:
+                return step
             with self._wake:
-                self._running.remove(ticket)
-                self._wake.notify_all()
-            ticket.listen(event)
+                id = self._scheduler.preempt()
+            if id is None:
+                self._leave(*short)
+            else:
+                self._put_back(self._tickets[id])
 
-    def _serve(self, ticket: Ticket) -> Event:
-        output, prompt = ticket.output, list(ticket.job.request.prompt_ids)
-        ticket.admitted_ns = time.perf_counter_ns()
-        sequence = self._runtime.new_sequence()
+    def _reserve(self, step: Step) -> tuple[Ticket, StokerError] | None:
+        """Take the KV blocks that a step writes to; the ticket for which there were none, with the reason."""
+        if getattr(self._runtime, "kv", None) is None:
+            return None
+        with self._model._lock:
+            for id, count in (*((id, 1) for id in step.decode), *step.prefill):
+                try:
+                    self._tickets[id].sequence.reserve(count)
+                except StokerError as error:
+                    return self._tickets[id], error
+        return None
+
+    def _cut(self, step: Step) -> Step:
+        """The step with prompts cut where the prefix cache wants to remember their state on the way."""
+        if self._prefix is None or not step.prefill:
+            return step
+        parts = []
+        for id, count in step.prefill:
+            ticket = self._tickets[id]
+            done = ticket.sequence.length
+            pause = self._prefix.pause(done, len(ticket.ids)) if ticket.job.cache else done + count
+            parts.append((id, min(count, max(pause - done, 1))))
+        return replace(step, prefill=tuple(parts))
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """Its KV goes, but for what the prefix cache keeps while there is room; the rest is computed again later."""
+        self._release(ticket)
+
+    def _step(self, step: Step) -> None:
+        began = time.monotonic()
+        tickets, parts = self._parts(step)
+        before = self._runtime.counters()
+        found = self._compute(parts)
+        grown = growth(before, self._runtime.counters())
+        for ticket, part in zip(tickets, parts, strict=True):
+            ticket.output.account("decode" if part.decode else "prefill", grown, len(part.ids) / step.tokens)
+        for ticket, part, logits_V in zip(tickets, parts, found, strict=True):
+            self._tell(ticket, part, logits_V)
+        now = time.monotonic()
+        with self._wake:
+            self._scheduler.finished(step, now - began)
+            self._pace.step(now, len(step.decode), step.tokens - len(step.decode))
+
+    def _parts(self, step: Step) -> tuple[list[Ticket], list[Any]]:
+        from stoker.runtime.step import Part
+
+        tickets, parts = [], []
+        for id in step.decode:
+            ticket = self._tickets[id]
+            tickets.append(ticket)
+            parts.append(Part(ticket.sequence, [ticket.output.last_token], decode=True))
+        for id, count in step.prefill:
+            ticket = self._tickets[id]
+            ids, first = ticket.ids, ticket.sequence.length
+            tickets.append(ticket)
+            part = ids[first : first + count]
+            parts.append(Part(ticket.sequence, part, wants_logits=first + count == len(ids)))
+        return tickets, parts
+
+    def _compute(self, parts: list[Any]) -> list[Logits | StokerError]:
+        """Logits [V] of each part that wants them. When a step fails, each part is tried once more by itself, so that
+        an expert that cannot be read ends only the jobs that need it."""
+        together = getattr(self._runtime, "kv", None) is not None and len(parts) > 1
+        if together:
+            try:
+                return self._advance(parts)
+            except StokerError:
+                pass
+        found: list[Logits | StokerError] = []
+        for part in parts:
+            try:
+                found += self._advance([part])
+            except StokerError as error:
+                found.append(error)
+        return found
+
+    def _advance(self, parts: list[Any]) -> list[Logits | StokerError]:
+        with self._model._lock:
+            rows = iter(np.asarray(self._runtime.advance(parts)))
+        return [next(rows) if part.wants_logits else None for part in parts]
+
+    def _tell(self, ticket: Ticket, part: Any, logits_V: Logits | StokerError) -> None:
+        if isinstance(logits_V, StokerError):
+            self._leave(ticket, logits_V)
+            return
         try:
-            output.cached_tokens = self._prefix.match(sequence, prompt) if self._prefix and ticket.job.cache else 0
-            done, chunk = output.cached_tokens, getattr(self._runtime, "prefill_chunk", 64)
-            ticket.listen(Progress(done, len(prompt), output.cached_tokens))
-            logits_V = None
-            while done < len(prompt) and not ticket.cancelled:
-                part = prompt[done : done + chunk]
-                logits_V = np.asarray(self._step(ticket, "prefill", lambda: self._runtime.prefill(sequence, part)))  # noqa: B023
-                done += len(part)
-                output.computed_tokens = done - output.cached_tokens
-                ticket.listen(Progress(done, len(prompt), output.cached_tokens))
-            output.prefill_ns = time.perf_counter_ns() - ticket.admitted_ns
-            while logits_V is not None and not ticket.cancelled:
-                piece, sample = output.push(logits_V)
-                output.ttft_ns = output.ttft_ns or time.perf_counter_ns() - ticket.submitted_ns
-                ticket.listen(Piece(piece, (sample,)))
-                if output.reason is not None:
-                    break
-                start_ns = time.perf_counter_ns()
-                token = output.last_token
-                logits_BV = self._step(ticket, "decode", lambda: self._runtime.decode([sequence], [token]))  # noqa: B023
-                logits_V = np.asarray(logits_BV)[0]
-                output.step_ns.append(time.perf_counter_ns() - start_ns)
-            tail = output.finish()
-            if tail:
-                ticket.listen(Piece(tail, ()))
-            if self._prefix and ticket.job.cache:
+            if not part.decode:
+                ticket.prefilled(ticket.sequence.length)
+                self._remember(ticket)
+            if logits_V is not None and not ticket.cancelled:
+                ticket.push(logits_V)
+        except StokerError as error:
+            self._leave(ticket, error)
+            return
+        if ticket.output.reason is not None:
+            self._leave(ticket)
+
+    def _remember(self, ticket: Ticket) -> None:
+        """Keep the state on the way through a prompt, where `_cut` paused."""
+        done, total = ticket.sequence.length, len(ticket.ids)
+        if self._prefix is not None and ticket.job.cache and self._prefix.pause(done - 1, total) == done < total:
+            with self._model._lock:
+                self._prefix.keep(ticket.sequence)
+
+    def _leave(self, ticket: Ticket, error: StokerError | None = None) -> None:
+        """The end of a job: its state goes first, so that whoever is told may find the room free."""
+        self._release(ticket, keep=error is None)
+        with self._wake:
+            self._scheduler.remove(ticket.id)
+            self._tickets.pop(ticket.id, None)
+            if ticket.started:
+                self._pace.ended(ticket.row().age_s)
+        if error is None:
+            ticket.finish()
+        else:
+            ticket.fail(error)
+        with self._wake:
+            self._wake.notify_all()
+
+    def _release(self, ticket: Ticket, keep: bool = True) -> None:
+        sequence, ticket.sequence = ticket.sequence, None
+        if sequence is None:
+            return
+        with self._model._lock:
+            if keep and self._prefix is not None and ticket.job.cache and sequence.length:
                 self._prefix.keep(sequence)
-            return Done(output.result(time.perf_counter_ns() - ticket.submitted_ns))
-        finally:
             sequence.close()
 
-    def _step(self, ticket: Ticket, phase: str, run: Callable[[], Any]) -> Any:
-        with self._model._lock:
-            before = self._runtime.stats()
-            logits = run()
-            ticket.output.account(phase, growth(before, self._runtime.stats()))
-            return logits
+    def _end_all(self, error: StokerError) -> None:
+        for ticket in list(self._tickets.values()):
+            try:
+                self._leave(ticket, error)
+            except Exception:  # the engine is broken already; whoever waits must still be told
+                ticket.fail(error)
+        with self._wake:
+            self._tickets.clear()
+            self._wake.notify_all()
+
+
+def _closing() -> Closing:
+    return Closing("the server is shutting down", remedy="ask again later")
+
+
+def _limits(runtime: Any, parallel: int, queue: int, mixed_tokens: int, decode_share: float) -> Limits:
+    """Without a paged cache, a prompt's chunks change its numbers in the last bits: they are cut where a single run
+    cuts them, and nothing is ever computed twice."""
+    pool = getattr(runtime, "kv", None)
+    chunk = int(runtime.prefill_chunk)
+    if pool is None:
+        return Limits(
+            parallel, queue, runtime.kv_tokens, chunk, min(mixed_tokens, chunk), block_tokens=1,
+            decode_share=decode_share, grain_tokens=chunk, preempts=False,
+        )  # fmt: skip
+    from stoker.runtime.kv import BLOCK_TOKENS
+
+    capacity = pool.blocks * BLOCK_TOKENS
+    return Limits(parallel, queue, capacity, chunk, min(mixed_tokens, chunk), BLOCK_TOKENS, decode_share)

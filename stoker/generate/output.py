@@ -59,6 +59,10 @@ class Output:
         return len(self._samples)
 
     @property
+    def token_ids(self) -> list[int]:
+        return [sample.token for sample in self._samples]
+
+    @property
     def last_token(self) -> int:
         """The token to be fed back next."""
         return self._samples[-1].token
@@ -100,7 +104,7 @@ class Output:
         prompt_tokens = len(self.request.prompt_ids)
         return Result(
             text="".join(self._pieces),
-            token_ids=[sample.token for sample in self._samples],
+            token_ids=self.token_ids,
             finish_reason=self.reason or "cancelled",
             usage=Usage(prompt_tokens, self.cached_tokens, len(self._samples)),
             timings=timings,

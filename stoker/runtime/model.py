@@ -155,14 +155,18 @@ class Runtime:
         """Append `ids` (at least one) to the sequence; float32 logits [V] after the last of them.
 
         `on_chunk(tokens done)` is called between chunks; what it raises ends the prefill; the sequence stays usable.
+        Without the paged cache chunks end at multiples of `prefill_chunk` in the sequence: other cuts would change the
+        last bits of the numbers.
         """
         if not ids:
             raise OptionError("there is no token to process", remedy="give a prompt")
         self._check_room(sequence, len(ids))
         logits = torch.empty(0)
-        for first in range(0, len(ids), self.prefill_chunk):
-            chunk = ids[first : first + self.prefill_chunk]
-            done = first + len(chunk)
+        done = 0
+        while done < len(ids):
+            past_cut = 0 if self.kv is not None else sequence.length % self.prefill_chunk
+            chunk = ids[done : done + self.prefill_chunk - past_cut]
+            done += len(chunk)
             logits = self.advance([Part(sequence, chunk, wants_logits=done == len(ids))])
             if on_chunk is not None and done < len(ids):
                 on_chunk(done)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stoker.errors import OptionError
+from stoker.errors import OptionError, StokerError
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -66,6 +66,8 @@ class EagerRuntime:
         self.vocab_size = int(model.config.vocab_size)
         self.eos_token_ids = (2,)
         self.generation_config: dict[str, Any] = {}
+        self.kv, self.kv_tokens, self.prefill_chunk = None, 4 * ctx_size, chunk
+        self.fail_on_token: int | None = None
         self.prefilled_tokens = self.decoded_tokens = self.closed = 0
         self.sequences: list[EagerSequence] = []
         self.fail_decode_at: int | None = None
@@ -93,6 +95,19 @@ class EagerRuntime:
         self.decoded_tokens += len(ids)
         return torch.stack([self._append(s, [token]) for s, token in zip(sequences, ids, strict=True)])
 
+    def advance(self, parts: Sequence[Any]) -> Tensor:
+        rows = [torch.empty(0, self.vocab_size)]
+        for part in parts:
+            if self.fail_on_token in part.ids:
+                raise StokerError("a read failed", where=f"token {self.fail_on_token}")
+            if part.decode:
+                self.decoded_tokens += len(part.ids)
+            else:
+                self.prefilled_tokens += len(part.ids)
+            logits = self._append(part.sequence, list(part.ids))
+            rows += [logits[None]] if part.wants_logits else []
+        return torch.cat(rows)
+
     @torch.inference_mode()
     def _append(self, sequence: EagerSequence, ids: list[int]) -> Tensor:
         if sequence.length + len(ids) > self.ctx_size:
@@ -107,6 +122,9 @@ class EagerRuntime:
 
     def ledger(self) -> dict[str, Any]:
         return {"budget_bytes": 1, "resident_share": 1.0}
+
+    def counters(self) -> dict[str, Any]:
+        return self.stats()
 
     def stats(self) -> dict[str, Any]:
         return {"hits": 0, "misses": 0, "dropped_experts": 0, "stall_ns": 0}
