@@ -10,6 +10,12 @@ from stoker.errors import OptionError
 
 ONLINE_POLICIES = "lru,decayed-lfu,lfru,s3-fifo,arc,static"
 WIDE = 14  # more figures than this are shown one a line, with one column a replay
+_SHOWN = {
+    "trace": "trace", "policy": "policy", "slots_per_layer": "slots", "hit_rate": "hit rate",
+    "full_event_hit_rate": "full", "misses_per_token": "misses", "misses_above_floor": "above MIN",
+    "gap_recovered": "gap",
+}  # fmt: skip
+_SHARES = ("hit_rate", "full_event_hit_rate", "misses_above_floor", "gap_recovered")
 _TIME = "With time (needs --record-ms)"
 _ROSTER = "Roster coverage instead of caches"
 
@@ -107,7 +113,12 @@ def simulate(
             (policy or ONLINE_POLICIES).split(","), slots, partition, warm_up, tokens, prefetch, layer_ms, seed
         )
         rows = timing.timed_rows(names, request, record_ms, lanes, jitter)
-    print(json.dumps(rows, indent=1)) if as_json else _table(rows)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    elif "full_event_hit_rate" in rows[0]:
+        _hit_rates(rows, partition)
+    else:
+        _table(rows)
 
 
 def _with_progress(cells: list[Any], workers: int, quiet: bool) -> list[dict[str, Any]]:
@@ -120,6 +131,43 @@ def _with_progress(cells: list[Any], workers: int, quiet: bool) -> list[dict[str
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("", total=len(cells))
         return sweep(cells, workers, lambda count: progress.update(task, completed=count))
+
+
+def _hit_rates(rows: list[dict[str, Any]], partition: str) -> None:
+    """The figures that decide, one line a replay, on a terminal of 80 columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = [name for name in _SHOWN if any(row.get(name) is not None for row in rows)]
+    traces = sorted({row["trace"] for row in rows})
+    if len(traces) == 1:
+        names.remove("trace")
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        text = isinstance(rows[0][name], str)
+        table.add_column(_SHOWN[name], justify="left" if text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_figure(name, row.get(name)) for name in names))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    caches = {"global": "one cache for all layers", "greedy": "slots dealt out by need"}.get(
+        partition, "equal slots a layer"
+    )
+    warm_up = " and ".join(sorted({str(row["warm_up_tokens"]) for row in rows}))
+    lines = [f"{traces[0]}: {caches}" if len(traces) == 1 else caches]
+    lines[0] += f"; the first {warm_up} tokens are not counted; --json has every figure"
+    lines += ["full: layers that miss nothing; misses: experts a token"]
+    if "misses_above_floor" in names:
+        lines.append("above MIN: misses beyond the best possible; gap: how much of LRU's distance to it is closed")
+    console.print("\n".join(lines), style="dim", highlight=False, markup=False)
+
+
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name in _SHARES:
+        return f"{value:.1%}"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 def _table(rows: list[dict[str, Any]]) -> None:

@@ -59,4 +59,4 @@ def shown(name: str, value: Any) -> str:
         return str(value)
     if "bytes" in name:
         return f"{value / 2**20:,.1f} MiB" + ("/s" if name.endswith("_s") else "")
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value if abs(value) > 1e-9 else 0:,.4g}"

@@ -104,6 +104,10 @@ def parse_sizes(text: str, routes: Routes) -> list[int]:
             value = round(float(part.strip()[:-1]) / 100 * routes.experts) if share else int(part)
         except ValueError:
             raise OptionError("slots a layer", where="--slots", expected="16,32 or 12.5%,25%", got=part) from None
+        if value > routes.experts:
+            raise OptionError(
+                "more slots than a layer has experts", where="--slots", expected=f"at most {routes.experts}", got=part
+            )
         found.append(value)
     return found
 

@@ -90,12 +90,22 @@ def test_tables_show_what_json_has(npz: str) -> None:
     assert result.exit_code == 0 and "hit rate" in result.stdout and "lru" in result.stdout
 
 
+def test_a_terminal_of_80_columns_cuts_nothing_off(npz: str) -> None:
+    arguments = ["simulate", npz, "-p", "lru,decayed-lfu,min", "-s", "4", "--workers", "1"]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "80"})
+    (row,) = rows("simulate", npz, "-p", "decayed-lfu", "-s", "4", "--workers", "1")
+    line = next(line for line in result.stdout.splitlines() if "decayed-lfu" in line)
+    assert f"{row['hit_rate']:.1%}" in line and f"{row['misses_per_token']:.1f}" in line and "…" not in result.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["-p", "belady"],
         ["-s", "many"],
         ["-s", "1"],
+        ["-s", "1000"],
+        ["-s", "200%"],
         ["--global", "--greedy"],
         ["--prefetch", "gate:0.9"],
         ["--record-ms", "1", "--prefetch", "psychic"],
