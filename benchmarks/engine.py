@@ -4,22 +4,23 @@
 
 PYTHON is an interpreter with llama-cpp-python (built natively) installed. Needs root: cgroups, caches, read-ahead.
 Every round runs each cell once, so that drift of the machine falls on all alike; the device's own rate is measured
-in every round.
+in every round. With --keep FILE what was measured is kept there as it comes, and a run that was killed goes on.
 """
 
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from stoker.bench import worker
 from stoker.bench.confine import read_ahead, run_confined
-from stoker.bench.device import device_rate
-from stoker.bench.provenance import spread, write_result
+from stoker.bench.device import block_device, device_rate
+from stoker.bench.provenance import provenance, spread, write_result
 
 GIB = 1 << 30
 BEST_READ_AHEAD_KIB = 128
@@ -67,7 +68,68 @@ def cells(quick: bool) -> list[Cell]:
     return found
 
 
+@dataclass
+class Measured:
+    """What has been measured so far; `file` None: kept in memory alone."""
+
+    file: Path | None
+    settings: dict[str, Any]
+    rates: list[float]
+    runs: dict[str, list[dict[str, Any]]]
+
+    @classmethod
+    def start(cls, file: Path | None, settings: dict[str, Any]) -> Self:
+        """Goes on with what the file holds, if it was measured with the same settings."""
+        if file is not None and file.exists():
+            kept = json.loads(file.read_text())
+            if kept["settings"] == settings:
+                count = sum(len(runs) for runs in kept["runs"].values())
+                say(f"going on with {count} measurements of {file}")
+                return cls(file, settings, kept["rates"], kept["runs"])
+        return cls(file, settings, [], {})
+
+    def keep(self) -> None:
+        if self.file is not None:
+            temporary = self.file.with_suffix(".tmp")
+            temporary.write_text(
+                json.dumps({"settings": self.settings, "rates": self.rates, "runs": self.runs}, indent=1)
+            )
+            temporary.replace(self.file)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # read-ahead and cgroups are put back
+    arguments = parse()
+    chosen = choose(arguments)
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "keep", "repeats")}
+    done = Measured.start(arguments.keep, settings | {"commit": provenance()["commit"]})
+    for round_ in range(arguments.repeats):
+        if len(done.rates) <= round_:
+            done.rates.append(device_rate(arguments.store))
+            done.keep()
+        say(f"round {round_ + 1}: device {done.rates[round_] / 1e9:.2f} GB/s")
+        for cell in chosen:
+            runs = done.runs.setdefault(cell.name, [])
+            if len(runs) > round_ or (cell.repeats is not None and round_ >= cell.repeats):
+                continue
+            runs.append(measure(cell, arguments))
+            done.keep()
+            say_run(cell, runs[-1])
+    rates = [*done.rates, device_rate(arguments.store)]
+    write_result(
+        arguments.out,
+        {
+            "device_bytes_per_s": spread(rates),
+            "cells": {cell.name: summary(runs) for cell in chosen if (runs := done.runs.get(cell.name))},
+            "runs": done.runs,
+        },
+    )
+    if arguments.keep is not None:
+        arguments.keep.unlink(missing_ok=True)
+    say(f"written to {arguments.out}")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
     parser.add_argument("--gguf")
@@ -76,44 +138,38 @@ def main() -> None:
     parser.add_argument("--resident-memory", default="20GiB")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--device", default="vda")
+    parser.add_argument("--device", help="the disk, as in /sys/block (default: the one that holds STORE)")
     parser.add_argument("--only", nargs="*", help="run only the cells whose name contains one of these")
+    parser.add_argument("--skip", nargs="*", default=[], help="leave out the cells whose name contains one of these")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep what was measured here; go on from it")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
+    arguments.device = arguments.device or block_device(arguments.store)
+    if arguments.device is None:
+        parser.error(f"{arguments.store}: the system does not say which disk this is; name it with --device")
+    return arguments
+
+
+def choose(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells that were asked for; without a peer stoker's alone."""
     chosen = [c for c in cells(arguments.quick) if not arguments.only or any(word in c.name for word in arguments.only)]
+    chosen = [c for c in chosen if not any(word in c.name for word in arguments.skip)]
     if arguments.gguf is None or arguments.llama_python is None:
         chosen = [c for c in chosen if c.engine == "stoker"]
-    runs: dict[str, list[dict[str, Any]]] = {cell.name: [] for cell in chosen}
-    rates: list[float] = []
-    for round_ in range(arguments.repeats):
-        rates.append(device_rate(arguments.store))
-        say(f"round {round_ + 1}: device {rates[-1] / 1e9:.2f} GB/s")
-        for cell in chosen:
-            if cell.repeats is not None and round_ >= cell.repeats:
-                continue
-            runs[cell.name].append(measure(cell, arguments))
-            last = runs[cell.name][-1]
-            say(
-                f"  {cell.name}: prefill {last['prefill_tok_s']:.2f} tok/s, decode {last['decode_tok_s']:.2f} tok/s, "
-                f"{last['decode_bytes_per_token'] / 1e6:.0f} MB/token, "
-                f"cgroup {last['cgroup_peak_bytes'] / GIB:.2f} GiB, "
-                f"RSS {last['rss_peak_bytes'] / GIB:.2f} GiB, {last['wall_s']:.0f} s"
-            )
-    rates.append(device_rate(arguments.store))
-    write_result(
-        arguments.out,
-        {
-            "device_bytes_per_s": spread(rates),
-            "cells": {name: summary(results) for name, results in runs.items() if results},
-            "runs": runs,
-        },
-    )
-    say(f"written to {arguments.out}")
+    return chosen
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def say_run(cell: Cell, run: dict[str, Any]) -> None:
+    say(
+        f"  {cell.name}: prefill {run['prefill_tok_s']:.2f} tok/s, decode {run['decode_tok_s']:.2f} tok/s, "
+        f"{run['decode_bytes_per_token'] / 1e6:.0f} MB/token, cgroup {run['cgroup_peak_bytes'] / GIB:.2f} GiB, "
+        f"RSS {run['rss_peak_bytes'] / GIB:.2f} GiB, {run['wall_s']:.0f} s"
+    )
 
 
 def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:

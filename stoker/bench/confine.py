@@ -7,9 +7,12 @@ group. Owns groups that it makes and removes them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -36,7 +39,14 @@ class Group:
 
     def join(self) -> None:
         """Move the calling process in; called in the child between fork and exec."""
+        die_with_parent()
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def die_with_parent() -> None:
+    """Called in a child between fork and exec: it gets SIGTERM when the process that started it is gone (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
