@@ -53,7 +53,8 @@ def die_with_parent() -> None:
 def memory_group(limit_bytes: int | None) -> Iterator[Group]:
     """A fresh cgroup with a memory limit. Raises StokerError where the machine does not let us make one."""
     v1 = (V1 / "memory.limit_in_bytes").exists()
-    path = (V1 if v1 else V2) / f"stoker-{uuid.uuid4().hex[:8]}"
+    _sweep(V1 if v1 else V2)
+    path = (V1 if v1 else V2) / f"stoker-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         path.mkdir()
         if limit_bytes is not None:
@@ -71,6 +72,15 @@ def memory_group(limit_bytes: int | None) -> Iterator[Group]:
                 break
             except OSError:
                 time.sleep(0.1)
+
+
+def _sweep(root: Path) -> None:
+    """Remove groups whose maker was killed before it could."""
+    for path in root.glob("stoker-*-*"):
+        maker = path.name.split("-")[1]
+        if maker.isdecimal() and not Path("/proc", maker).exists():
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def drop_caches() -> None:
