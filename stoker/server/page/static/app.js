@@ -39,9 +39,10 @@ let state = "";
 // The word at the top, and the banner where something is to be done.
 function tell(now, error) {
   const shown = now === "on" ? "on" : error?.kind === "key" ? "key" : "off";
-  if (shown === state) return;
-  const back = state === "off" && shown === "on";
-  state = shown;
+  const full = shown + (error?.sentKey ? " wrong" : "");
+  if (full === state) return;
+  const back = state !== "" && shown === "on";
+  state = full;
   $("link").dataset.state = shown;
   $("link").lastElementChild.textContent = { on: "connected", off: "no connection", key: "needs a key" }[shown];
   const banner = $("banner");
@@ -132,6 +133,7 @@ function start() {
     showChats();
     $("chats").showModal();
   });
+  for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog").close(""));
   $("new").addEventListener("click", () => open(new Chat()));
   $("export").addEventListener("click", exportChat);
   $("clear").addEventListener("click", clearChats);

@@ -44,6 +44,7 @@ export function openSettings(focus = "system") {
   field("system").value = settings.system || "";
   field("key").value = getKey();
   field("settings-wrong").textContent = "";
+  dialog.returnValue = "";
   dialog.showModal();
   field(focus).focus();
 }
@@ -51,7 +52,6 @@ export function openSettings(focus = "system") {
 // `changed(keyChanged)` after the dialog was closed with new values.
 export function watchSettings(changed) {
   dialog.querySelector("form").addEventListener("submit", (event) => {
-    if (event.submitter?.value !== "save") return;
     const wrong = NUMBERS.map(field).find((input) => !input.checkValidity());
     if (wrong) {
       event.preventDefault();
@@ -68,7 +68,7 @@ export function watchSettings(changed) {
     setKey(field("key").value);
     changed(before !== getKey());
   });
-  dialog.addEventListener("cancel", () => (dialog.returnValue = "close"));
+  dialog.addEventListener("cancel", () => (dialog.returnValue = ""));
   field("settings-reset").addEventListener("click", () => {
     for (const name of [...NUMBERS, "system"]) field(name).value = "";
     field("system").focus();
