@@ -28,7 +28,7 @@ from stoker.server.registry import Registry
 from stoker.server.service import Answer, Service, Told
 from stoker.server.settings import Settings
 from stoker.server.sse import EventStream, data
-from stoker.server.turn import Turn, prepare
+from stoker.server.turn import Turn, prepare, renamed
 
 # What a turn calls them, and what they are called here.
 _NAMES = {"format": "response_format", "template": "chat_template_kwargs"}
@@ -67,11 +67,7 @@ def _prepare_all(service: Service, asked: ChatRequest, turn: Turn) -> list[tuple
     try:
         return [_with_switches(asked, *prepare(service, one)) for one in turns]
     except OptionError as error:
-        if error.field in _NAMES:
-            if error.where == error.field:
-                error.where = _NAMES[error.field]
-            error.field = _NAMES[error.field]
-        raise
+        raise renamed(error, _NAMES) from error.__cause__
 
 
 def _with_switches(asked: ChatRequest, job: Job, parser: AnswerParser) -> tuple[Job, AnswerParser]:
