@@ -53,6 +53,8 @@ def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def shown(name: str, value: Any) -> str:
     """A figure for people: sizes in MiB, numbers to four digits."""
+    if value is None and name.startswith("about."):
+        return "not set"
     if value is None:
         return "n too small" if name.endswith(("p95", "p99")) else "not enough data"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,20 +1,23 @@
 """Records a run into one trace file, cheaply and in bounded memory.
 
 Rows are appended to flat integer arrays. Routes are held as they came and copied between steps, many at a time, so that
-a layer hardly waits for its recorder. When a few megabytes have gathered, the end of a step writes them out as a part
-beside the file; `close` joins the parts into FILE and removes them. After a crash the parts remain and can be read.
-Must not know torch: tensors come in by numpy's array protocol.
+a layer hardly waits for its recorder. Every few seconds the end of a step saves what has gathered in a part beside the
+file, and begins another when it is a few megabytes; `close` joins the parts into FILE and removes them. After a crash
+the parts remain and can be read. Must not know torch: tensors come in by numpy's array protocol.
 """
 
 import json
+import os
 import shutil
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from stoker.errors import TraceError
 from stoker.trace.columns import join_files, write_columns
@@ -22,13 +25,15 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 
 ROUTES_PER_PART = 1 << 18
 ROW_INTEGERS_PER_PART = 1 << 18
+SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
 TOKENS_HELD = 1 << 9  # tokens (times layers) whose routes wait to be copied
 
 
 class TraceWriter:
     """A Recorder that writes `path`. `about`: what ran (model, fingerprint, command, machine ...), kept as JSON text.
 
-    Raises TraceError at once where the file exists or its folder does not.
+    Raises TraceError at once where the file exists, or parts of a run that crashed, or where its folder does not; later
+    where the disk is full.
     """
 
     def __init__(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
@@ -36,15 +41,19 @@ class TraceWriter:
         self._parts = parts_folder(self.path)
         if self.path.exists():
             raise TraceError("exists already", where=str(path), remedy="name another trace file, or delete this one")
-        try:
+        if any(self._parts.glob("part-*")):
+            raise TraceError(
+                "a run that did not finish left its trace", where=str(self._parts),
+                remedy="name another trace file, or delete this folder (`stoker trace summary` reads it)",
+            )  # fmt: skip
+        with self._writing():
             shutil.rmtree(self._parts, ignore_errors=True)
             self._parts.mkdir()
-        except OSError as error:
-            raise TraceError("cannot be written", where=str(path), got=error.strerror) from error
         self._about = dict(about or {})
         self._metadata = {"format": FORMAT, "version": str(VERSION)}
         self.describe()
         self._part_count = 0
+        self._saved_ns: int | None = None  # on the clock of the steps
         self._closed = False
         self._running_step = 0
         self._routes_before = 0  # entries in earlier parts
@@ -76,20 +85,26 @@ class TraceWriter:
     def step(self, step: int, phase: int, n_tokens: int, start_ns: int, end_ns: int, rss_bytes: int) -> None:
         self._step.extend((step, phase, n_tokens, start_ns, end_ns, rss_bytes))
         self._running_step = step + 1
+        if self._saved_ns is None:
+            self._saved_ns = start_ns
         if self._held_tokens > TOKENS_HELD:
             self._take_routes()
         held = len(self._held) * len(TABLES["layer"])
         integers = held + len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
         if integers > ROW_INTEGERS_PER_PART or len(self._experts) > ROUTES_PER_PART // 2:
             self._write_part()
+            self._saved_ns = end_ns
+        elif end_ns - self._saved_ns > SAVE_EVERY_NS:
+            self._save()
+            self._saved_ns = end_ns
 
     def close(self) -> None:
         if self._closed:
             return
         self._write_part()
-        parts = [self._parts / f"part-{index:05d}.safetensors" for index in range(self._part_count)]
-        join_files(parts, self.path, self._metadata)
-        shutil.rmtree(self._parts)
+        with self._writing():
+            join_files([self._part(index) for index in range(self._part_count)], self.path, self._metadata)
+            shutil.rmtree(self._parts)
         self._closed = True
 
     def __enter__(self) -> "TraceWriter":
@@ -117,19 +132,37 @@ class TraceWriter:
         self._held_tokens = 0
 
     def _write_part(self) -> None:
+        """Save the current part for good and begin another."""
+        self._save()
+        self._part_count += 1
+        self._routes_before += len(self._experts)
+        for rows in (self._layer, self._read, self._evict, self._step, self._experts, self._weights):
+            del rows[:]
+
+    def _save(self) -> None:
+        """Write what the current part holds so far; the file is whole at all times."""
         self._take_routes()
         columns: dict[str, np.ndarray] = {}
         for table, names in TABLES.items():
-            rows: array[int] = getattr(self, f"_{table}")
-            cells = np.array(rows, np.int64).reshape(-1, len(names))
+            cells = np.array(getattr(self, f"_{table}"), np.int64).reshape(-1, len(names))
             columns.update({f"{table}.{name}": cells[:, index] for index, name in enumerate(names)})
-            del rows[:]
         for (name, dtype), buffer in zip(ROUTE_COLUMNS.items(), (self._experts, self._weights), strict=True):
             columns[name] = np.array(buffer, dtype)
-        write_columns(self._parts / f"part-{self._part_count:05d}.safetensors", columns, self._metadata)
-        self._part_count += 1
-        self._routes_before += len(self._experts)
-        del self._experts[:], self._weights[:]
+        unfinished = self._parts / "unfinished"
+        with self._writing():
+            write_columns(unfinished, columns, self._metadata)
+            os.replace(unfinished, self._part(self._part_count))
+
+    def _part(self, index: int) -> Path:
+        return self._parts / f"part-{index:05d}.safetensors"
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            got = getattr(error, "strerror", None) or error
+            raise TraceError("cannot be written", where=str(self.path), got=got) from error
 
 
 def _plain(rows: Any) -> list[Any]:

@@ -1,6 +1,9 @@
 """Traces: what goes in comes out, without stoker too; parts, crashes, bounded memory, damage, cost of recording."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -131,6 +134,43 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="exists"):
         TraceWriter(tmp_path / "t")
     assert (tmp_path / "t").read_text() == "mine"
+
+
+def test_a_run_that_is_killed_leaves_all_but_the_last_seconds(tmp_path: Path) -> None:
+    """A process records steps of one second and dies without a chance to close."""
+    program = f"""
+import os
+from pathlib import Path
+from stoker.trace.events import Phase
+from stoker.trace.writer import TraceWriter
+writer = TraceWriter(Path({str(tmp_path / "t")!r}), {{"model": "toy"}})
+for step in range(22):
+    writer.layer(step, 0, 0, [[step % 8, 9]], [[0.5, 0.5]], 1, 1, 0)
+    writer.step(step, Phase.DECODE, 1, step * 10**9, (step + 1) * 10**9, 0)
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    trace = Trace(tmp_path / "t")
+    steps = trace.column("step.step")
+    assert not trace.finished and 18 <= len(steps) < 22 and steps.tolist() == list(range(len(steps)))
+    np.testing.assert_array_equal(trace.route(15)[0], [[15 % 8, 9]])
+    with pytest.raises(TraceError, match="did not finish"):  # and nobody overwrites it
+        TraceWriter(tmp_path / "t")
+    assert len(Trace(tmp_path / "t").column("step.step")) == len(steps)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_an_error_that_names_the_trace(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        writer = TraceWriter(tmp_path / "t")
+        for step in range(4000):
+            writer.layer(step, 0, 0, [list(range(8))], [[0.1] * 8], 8, 0, 0)
+        with pytest.raises(TraceError, match="t: cannot be written"):
+            writer.step(0, Phase.DECODE, 1, 0, 10**10, 0)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_summary_of_a_run_whose_figures_are_known(tmp_path: Path) -> None:
