@@ -34,12 +34,17 @@ def check_key(headers: Headers, path: str, settings: Settings) -> None:
 
 
 def same_key(given: str, key: str) -> bool:
-    """Whether they are equal, in a time that depends on neither's content nor length."""
-    return hmac.compare_digest(_digest(given), _digest(key))
+    """Whether they are equal, in a time that depends on neither's content nor length. `given` is a header's value: each
+    character stands for a byte, and what the bytes stand for (UTF-8, Latin-1) is up to the client."""
+    forms = [_digest(key, "utf-8")]
+    if all(ord(letter) < 256 for letter in key):
+        forms.append(_digest(key, "latin-1"))
+    sent = _digest(given, "latin-1")
+    return any([hmac.compare_digest(sent, form) for form in forms])
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+def _digest(text: str, encoding: str) -> bytes:
+    return hashlib.sha256(text.encode(encoding, errors="backslashreplace")).digest()
 
 
 def check_host(headers: Headers, settings: Settings) -> None:

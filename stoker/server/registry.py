@@ -276,8 +276,8 @@ class Registry:
 
     @property
     def running(self) -> int:
-        """Answers that are not over."""
-        return sum(entry.service.active for entry in self.entries if entry.service is not None)
+        """Answers in the making."""
+        return sum(service.batcher.status().running for service in self.loaded())
 
 
 def _leaver(idle: list[Entry], missing_bytes: int) -> Entry:

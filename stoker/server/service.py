@@ -31,12 +31,18 @@ _FILTERS = ("top_k", "top_p", "min_p")
 
 
 class Service:
-    """A model, its engine thread, and the server's settings. active: answers that are not over."""
+    """A model, its engine thread, and the server's settings. active: answers that are not over. ctx_size: tokens of
+    prompt and answer together. fingerprint: changes with the weights and with nothing else.
+    """
 
     def __init__(self, name: str, model: Model, batcher: Batcher, settings: Settings, prefix: Any = None) -> None:
         self.name, self.model, self.batcher, self.settings, self.prefix = name, model, batcher, settings, prefix
         self.active = 0
         self.totals = Totals()
+        runtime = model.runtime
+        self.ctx_size, self.vocab_tokens = int(runtime.ctx_size), int(runtime.vocab_size)
+        self.fingerprint = "fp_" + str(runtime.store.manifest.fingerprint())[:12]
+        self._generation_config = dict(runtime.generation_config)
         self._longest_token = _longest_token(model.tokenizer)
 
     # ---- before the engine ------------------------------------------------------------------------------------------
@@ -61,7 +67,7 @@ class Service:
         merged = {**self.settings.sampling, **chosen}
         if merged.get("temperature") == 0:
             merged = {name: value for name, value in merged.items() if name not in _FILTERS}
-        options, vocab_tokens = resolve_sampling(merged, self.model.runtime.generation_config), self.vocab_tokens
+        options, vocab_tokens = resolve_sampling(merged, self._generation_config), self.vocab_tokens
         outside = next((token for token in options.logit_bias if token >= vocab_tokens), None)
         if outside is not None:
             raise refused(
@@ -79,21 +85,6 @@ class Service:
             raise self._too_long(prompt_tokens)
         wanted = asked or self.settings.max_tokens or otherwise
         return room if wanted is None else min(wanted, room)
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the weights and with nothing else; in OpenAI's form."""
-        return "fp_" + str(self.model.runtime.store.manifest.fingerprint())[:12]
-
-    @property
-    def vocab_tokens(self) -> int:
-        """Token ids lie below it."""
-        return int(self.model.runtime.vocab_size)
-
-    @property
-    def ctx_size(self) -> int:
-        """Tokens of prompt and answer together."""
-        return int(self.model.runtime.ctx_size)
 
     def _too_long(self, prompt_tokens: int, *, at_least: bool = False) -> ContextError:
         more = "at least " if at_least else ""

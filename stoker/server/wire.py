@@ -153,6 +153,8 @@ class _Life:
             keep_alive.cancel()
             telling.cancel()
             await self._registry.close()
+            if self._signals > 1:
+                _leave()  # the interpreter's own end takes a second or more
 
     async def _tell_ready(self) -> None:
         while not self._server.started:
@@ -172,10 +174,8 @@ class _Life:
     async def _end(self) -> None:
         """Let running answers finish, for a while."""
         running, seconds = self._registry.running, self._settings.shutdown_s
-        if running:
-            _say(f"stopping: {running} answers may finish for {seconds:g} s; the same signal again stops now")
-        else:
-            _say("stopping")
+        waits = f"{running} running answers may finish for {seconds:g} s; the same signal again stops now"
+        _say(f"stopping: {waits}" if running else "stopping")
         if not await self._registry.drain(seconds):
             _say("time is up: the running answers end here")
             await self._registry.close()

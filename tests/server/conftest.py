@@ -1,5 +1,6 @@
 """Stores to serve: the demo model (real words, a real chat template) and a tiny random one (starts at once)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +22,16 @@ def demo_store() -> Path:
         env={**os.environ, "STOKER_PYTHON": sys.executable}, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     return ROOT / script.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def long_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like `tiny_store`, with 16,384 tokens of context: its answers take many seconds and its steps milliseconds."""
+    base = tmp_path_factory.mktemp("long")
+    checkpoint = write_checkpoint(base / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16_384}))
+    return pack(checkpoint, base / "long", "--bits", 8, "--group-size", 32)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,212 @@
+"""How requests, connections and the server end: clients that vanish, read slowly, idle or lie; signals; ports."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from stoker.cli.main import build_app
+from tests.server.running import Server
+
+KEY = "a key: geheim-ü"
+BUDGET = ("--memory", "1GiB", "--ctx-size", 16_384)
+
+
+def headers(**more: str) -> dict[str, Any]:
+    return {"Authorization": f"Bearer {KEY}".encode(), **more}
+
+
+def long_answer(**more: Any) -> dict[str, Any]:
+    """A prompt whose answer takes seconds."""
+    messages = [{"role": "user", "content": "Count."}]
+    return {"model": "x", "messages": messages, "max_tokens": 8000, "ignore_eos": True, **more}
+
+
+def running(server: Server) -> tuple[int, int]:
+    (model,) = httpx.get(f"{server.url}/health").json()["models"]
+    return model["running"], model["waiting"]
+
+
+def wait_until(server: Server, wanted: tuple[int, int], timeout_s: float) -> float:
+    """Until so many run and wait; the seconds it took."""
+    started = time.monotonic()
+    while (now := running(server)) != wanted:
+        assert time.monotonic() - started < timeout_s, f"{now} run and wait, not {wanted}"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def raw(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> socket.socket:
+    """A connection on which a request was sent and nothing read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.fixture(scope="module")
+def server(long_store: Path) -> Iterator[Server]:
+    options = (*BUDGET, "--kv-tokens", 40_000, "--parallel", 2, "--queue", 4, "--strict-model", "--alias", "x")
+    with Server(long_store, *options, "--cors", "https://app.example", STOKER_API_KEY=KEY) as started:
+        yield started
+
+
+def test_a_client_that_vanishes_frees_its_place_within_a_step(server: Server) -> None:
+    for body in (long_answer(stream=True), long_answer(), long_answer(n=2)):
+        connection = raw(server, body)
+        wait_until(server, (body.get("n", 1), 0), 10)
+        connection.close()
+        assert wait_until(server, (0, 0), 10) < 1, "the answer itself would take many seconds more"
+    server.wait_for_line("cancelled", times=4)
+
+
+def test_who_waits_may_vanish_too(server: Server) -> None:
+    connections = [raw(server, long_answer(stream=True)) for _ in range(2)]
+    wait_until(server, (2, 0), 10)
+    waiting = [raw(server, long_answer()) for _ in range(3)]
+    wait_until(server, (2, 3), 10)
+    for connection in waiting:
+        connection.close()
+    wait_until(server, (2, 0), 5)
+    for connection in connections:
+        connection.close()
+    wait_until(server, (0, 0), 5)
+
+
+def test_slow_readers_and_idle_connections_disturb_nobody(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port))) for _ in range(200)]
+    slow = raw(server, long_answer(stream=True, logprobs=True, top_logprobs=20, max_tokens=1000))
+    with httpx.Client(timeout=60) as client:
+        answer = client.post(
+            f"{server.url}/v1/chat/completions", headers=headers(), json=long_answer(max_tokens=20)
+        ).json()
+        assert answer["usage"]["completion_tokens"] == 20
+    wait_until(server, (0, 0), 60)
+    # Everything was kept for the one who reads late.
+    slow.settimeout(10)
+    data = b""
+    while b"[DONE]" not in data:
+        data += slow.recv(1 << 16)
+    assert data.count(b'"logprob":') == 1000 * 21 and len(data) > 1 << 20
+    slow.close()
+    for connection in idle:
+        connection.close()
+
+
+def test_bodies_that_are_too_large_or_never_end(server: Server) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    big = b'{"model": "x", "messages": [], "user": "' + b"x" * (9 << 20) + b'"}'
+    rss = server.rss_bytes
+    for body in (big, iter([big])):
+        refused = httpx.post(url, headers=headers(), content=body, timeout=30)  # type: ignore[arg-type]
+        assert refused.status_code == 413 and refused.json()["error"]["code"] == "body_too_large"
+    with httpx.Client() as client:  # one connection
+        for _ in range(3):
+            assert client.post(url, headers=headers(), content=b"{").status_code == 400
+            assert client.get(f"{server.url}/health").status_code == 200
+    lying = raw(server, {})
+    lying.close()
+    host, port = server.url.removeprefix("http://").split(":")
+    half = socket.create_connection((host, int(port)))
+    half.sendall(f"POST {url} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n".encode())
+    half.sendall(b"Content-Length: 100\r\n\r\n{")
+    half.close()
+    assert server.rss_bytes - rss < 64 << 20
+    assert running(server) == (0, 0)
+
+
+def test_keys_origins_and_names(server: Server) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    body = long_answer(max_tokens=1)
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    refused = httpx.post(url, json=body, headers={"Authorization": "Bearer wrong"})
+    assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    message = httpx.post(f"{server.url}/v1/messages", json=body, headers={"x-api-key": "wrong"})
+    assert message.status_code == 401 and message.json()["error"]["type"] == "authentication_error"
+    assert message.json()["type"] == "error"
+    rebound = httpx.post(url, json=body, headers=headers(Host="evil.example"))
+    assert rebound.status_code == 403 and rebound.json()["error"]["code"] == "foreign_host"
+    foreign = httpx.post(url, json=body, headers=headers(Origin="https://evil.example"))
+    assert foreign.status_code == 403 and "access-control-allow-origin" not in foreign.headers
+    named = httpx.post(url, json=body, headers=headers(Origin="https://app.example"))
+    assert named.status_code == 200 and named.headers["access-control-allow-origin"] == "https://app.example"
+    ask = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    preflight = httpx.options(url, headers=ask)
+    assert preflight.status_code == 204 and "POST" in preflight.headers["access-control-allow-methods"]
+    evil = httpx.options(url, headers=ask | {"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in evil.headers
+    unknown = httpx.post(url, json=body | {"model": "gpt-4"}, headers=headers())
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    unnamed = httpx.post(url, json={k: v for k, v in body.items() if k != "model"}, headers=headers())
+    assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "model"
+    assert KEY not in server.log
+
+
+def test_a_signal_lets_running_answers_finish(long_store: Path) -> None:
+    with Server(long_store, *BUDGET, "--parallel", 1, "--queue", 4) as started:
+        url = f"{started.url}/v1/chat/completions"
+        with (
+            ThreadPoolExecutor() as pool,
+            httpx.stream("POST", url, json=long_answer(stream=True, max_tokens=400), timeout=60) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            waiting = pool.submit(httpx.post, url, json=long_answer(), timeout=60)
+            wait_until(started, (1, 1), 10)
+            started.signal(signal.SIGTERM)
+            refused = waiting.result()
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "server_closing"
+            late = httpx.post(url, json=long_answer(), timeout=60)
+            assert late.status_code == 503 and httpx.get(f"{started.url}/health").json()["status"] == "closing"
+            text = "\n".join(lines)
+        assert text.rstrip().endswith("data: [DONE]") and '"finish_reason":"length"' in text
+        assert started.wait(10) == 0, started.log
+        assert "1 running answers may finish" in started.log and "Traceback" not in started.log
+
+
+def test_a_second_signal_ends_it_now(long_store: Path) -> None:
+    with Server(long_store, *BUDGET) as started:
+        body = long_answer(stream=True)
+        with httpx.stream("POST", f"{started.url}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            started.signal(signal.SIGINT)
+            started.wait_for_line("stopping:")
+            began = time.monotonic()
+            started.signal(signal.SIGINT)
+            try:
+                text = "\n".join(lines)
+            except httpx.RemoteProtocolError:  # the step in progress took longer than "now" allows
+                text = "server_closing"
+        assert "server_closing" in text and "[DONE]" not in text, "the client is told"
+        assert started.wait(10) == 0 and time.monotonic() - began < 5, started.log
+
+
+def test_what_is_wrong_before_a_model_is_loaded(tiny_store: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        done = CliRunner().invoke(build_app(), ["serve", *map(str, arguments)])
+        assert done.exit_code in (1, 2) and done.stdout == "", done.output
+        return done.stderr
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refused(tiny_store, "--port", port) and "--port" in refused(tiny_store, "--port", port)
+    assert "two models" in refused(tiny_store, tiny_store, "--port", 0)
+    assert "no such store" in refused(tmp_path / "nothing", "--port", 0)
+    assert "--host" in refused(tiny_store, "--host", "203.0.113.7", "--port", 0)
