@@ -114,6 +114,7 @@ class Output:
             },
             seed=self._sampler.seed,
             logprobs=None if self.request.sampling.logprobs is None else list(self._samples),
+            stop_string=self._stops.hit,
         )
 
     def _text(self, token: int) -> str:

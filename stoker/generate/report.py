@@ -103,7 +103,7 @@ class Result:
 
     token_ids holds every token that was chosen, the end-of-text token included; text is what they say, without special
     tokens and without a stop string. stats has one dict per phase, `prefill` and `decode`. logprobs has one Sample for
-    each token when asked for.
+    each token when asked for. stop_string: the one that ended the output.
     """
 
     text: str
@@ -114,6 +114,7 @@ class Result:
     stats: dict[str, dict[str, float]]
     seed: int
     logprobs: list[Sample] | None = None
+    stop_string: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
