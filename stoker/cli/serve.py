@@ -13,9 +13,10 @@ import typer
 
 from stoker.cli import common
 from stoker.cli.common import note
-from stoker.errors import OptionError
+from stoker.errors import OptionError, StoreError
 
 if TYPE_CHECKING:
+    from stoker.server.loading import Batching
     from stoker.server.registry import Registry, Spec
     from stoker.server.service import Service
     from stoker.server.settings import Settings
@@ -123,6 +124,7 @@ def serve(
 
     Sampling options are defaults: a request's own come first, the model's generation_config.json after.
     """
+    from stoker.runtime.budget import parse_bytes
     from stoker.server import wire
     from stoker.server.settings import Settings
 
@@ -139,12 +141,19 @@ def serve(
     if trace is not None and len(models) > 1:
         raise OptionError("one trace holds one model", where="--trace", remedy="serve one model, or leave it out")
     names = model_names(models, alias or [])
+    for model in models:
+        if not Path(model).exists():
+            raise StoreError("there is no such store", where=model, remedy="make one with `stoker pack SRC DST`")
     sock = wire.bind(host, port)
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens}
-    cache = {"directory": prefix_cache, "size": prefix_cache_size}
-    registry = _registry(models, names, memory, keep_alive, settings, loading, cache, (parallel, queue))
+    size_bytes = parse_bytes(prefix_cache_size, option="--prefix-cache-size")
+    common.quiet_transformers()
+    from stoker.server.loading import Batching
+
+    batching = Batching(parallel, queue, prefix_cache, size_bytes)
+    registry = _registry(models, names, memory, keep_alive, settings, loading, batching)
     _serve(registry, settings, sock)
 
 
@@ -178,42 +187,35 @@ def _registry(
     keep_alive: float | None,
     settings: "Settings",
     loading: dict[str, Any],
-    cache: dict[str, Any],
-    batch: tuple[int, int],
+    batching: "Batching",
 ) -> "Registry":
     """Everything that is known before the first request. A model that is alone is loaded here."""
-    from stoker.errors import StoreError
     from stoker.runtime import budget
 
-    for model in models:
-        if not Path(model).exists():
-            raise StoreError("there is no such store", where=model, remedy="make one with `stoker pack SRC DST`")
     limit = budget.resolve(memory)
-    common.quiet_transformers()
     from stoker.generate.price import price
-    from stoker.server.loading import loader
+    from stoker.server.loading import loader, model_options
     from stoker.server.registry import Registry, Spec
 
     specs = []
     for model, own in zip(models, names, strict=True):
-        cost = None if len(models) == 1 else price(model, **_priced(loading))
+        cost = None if len(models) == 1 else price(model, **_priced(model_options(loading, batching)))
         specs.append(Spec(own, model, cost, _about(model, cost)))
     keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(models) > 1 else keep_alive
-    load = loader(settings, loading, cache, *batch)
+    load = loader(settings, loading, batching)
     registry = Registry(
         specs, load, settings, budget_bytes=limit, keep_alive_s=None if keep_alive_min is None else 60 * keep_alive_min
     )
     if len(models) == 1 and keep_alive is None:
-        service = registry.adopt(registry.entries[0])
-        _show_loaded(service)
+        _show_loaded(registry.adopt(registry.entries[0]), batching)
     else:
         _show_waiting(specs, limit, keep_alive_min)
     return registry
 
 
-def _priced(loading: dict[str, Any]) -> dict[str, Any]:
+def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
-    return {name: loading[name] for name in ("ctx_size", "kv_tokens", "activation_bits")}
+    return {name: options[name] for name in ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram")}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:
@@ -230,10 +232,15 @@ def _about(model: str, cost: Any) -> dict[str, Any]:
     }
 
 
-def _show_loaded(service: "Service") -> None:
+def _show_loaded(service: "Service", batching: "Batching") -> None:
+    from stoker.generate.prefix import why_not
+
     for line in service.model.ledger_lines():
         note(line)
     note(f"{service.name}: {common.effective_mode(service.model)}")
+    reason = why_not(service.model.runtime)
+    where = "in memory" if batching.directory is None else f"in memory and in {batching.directory}"
+    note(f"prefixes are kept {where}" if reason is None else f"prefixes are not kept: {reason}")
 
 
 def _show_waiting(specs: "list[Spec]", limit: int, keep_alive_min: float | None) -> None:

@@ -123,7 +123,8 @@ def _context(error: ContextError) -> str:
 
 def _one_line(error: StokerError) -> str:
     """`render` in one line: messages of HTTP errors are shown in logs and dialogs."""
-    parts = [error.what if error.where is None else f"{error.where}: {error.what}"]
+    where = getattr(error, "field", None) or error.where
+    parts = [error.what if where is None else f"{where}: {error.what}"]
     if error.expected is not None:
         parts.append(f"expected {error.expected}")
     if error.got is not None:

@@ -112,8 +112,10 @@ class Service:
             log.warning("%s: answer failed: %s", self.name, error.what)
 
     def close(self) -> None:
-        """End the engine, then give the model's memory back. Blocks."""
+        """End the engine, write what the prefix cache still holds, then give the model's memory back. Blocks."""
         self.batcher.close()
+        if self.prefix is not None:
+            self.prefix.close()
         self.model.close()
 
 

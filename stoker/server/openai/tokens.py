@@ -18,7 +18,7 @@ from stoker.server.openapi import json_body
 from stoker.server.registry import Registry
 from stoker.server.service import Service
 from stoker.server.settings import Settings
-from stoker.server.turn import prepare
+from stoker.server.turn import prompt_ids
 
 
 class TokenizeRequest(Strict):
@@ -96,5 +96,4 @@ def _ids(service: Service, asked: TokenizeRequest, settings: Settings) -> list[i
         )
     chat = ChatRequest.model_validate({"messages": asked.messages, "tools": asked.tools})
     turn = to_turn(chat, settings)
-    job, _ = prepare(service, turn)
-    return list(job.request.prompt_ids)
+    return prompt_ids(service, turn)
