@@ -20,9 +20,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for low in range(0, tokens, CHUNK_TOKENS):
             chunk_CD, wanted_C = inputs_ND[low : low + CHUNK_TOKENS], targets_N[low : low + CHUNK_TOKENS, None]
             logits_CV = (chunk_CD @ weights_VD.t()).float()
-            log_probabilities_CV = logits_CV.log_softmax(-1)
-            total -= log_probabilities_CV.gather(1, wanted_C).sum()
-            grad_CV = log_probabilities_CV.exp_()
+            grad_CV = logits_CV.softmax(-1)
+            total -= grad_CV.gather(1, wanted_C).clamp_min(1e-37).log().sum()
             grad_CV.scatter_add_(1, wanted_C, torch.full_like(wanted_C, -1, dtype=torch.float32))
             small_CV = grad_CV.to(dtype)
             torch.mm(small_CV, weights_VD, out=grad_hidden_ND[low : low + CHUNK_TOKENS])

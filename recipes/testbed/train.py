@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3MoeForCausalLM
 
 from recipes.testbed.data import TOKENS, Windows, evaluation_windows
 from recipes.testbed.head import cross_entropy
 from recipes.testbed.model import CONTEXT_TOKENS, SHAPES, build, hidden_states, layer_step
+from recipes.testbed.optim import make_optimiser
 from recipes.testbed.sources import DOMAINS
 from recipes.testbed.tokenizer import DIRECTORY
 
@@ -43,12 +43,14 @@ class Plan:
     seed: int = 1
     sequences: int = 8
     micro_sequences: int = 8
-    peak_rate: float = 2.5e-3
-    last_rate: float = 5e-5
+    optimiser: str = "muon"
+    peak_rate: float = 2.5e-3  # of AdamW
+    muon_rate: float = 0.015
+    last_part: float = 0.02  # of the peak, at the end
     warmup_steps: int = 100
     decay_part: float = 0.4
     weight_decay: float = 0.1
-    balance: float = 0.003
+    balance: float = 0.01
     clip: float = 1.0
 
     @property
@@ -56,14 +58,14 @@ class Plan:
         return self.tokens // (self.sequences * CONTEXT_TOKENS)
 
     def rate(self, step: int) -> float:
-        """The learning rate of one step."""
+        """The learning rate of one step, as a part of its peak."""
         decay_from = self.steps * (1 - self.decay_part)
         if step < self.warmup_steps:
-            return self.peak_rate * (step + 1) / self.warmup_steps
+            return (step + 1) / self.warmup_steps
         if step < decay_from:
-            return self.peak_rate
+            return 1.0
         done = min(1.0, (step - decay_from) / (self.steps - decay_from))
-        return self.last_rate + (self.peak_rate - self.last_rate) * (1 + math.cos(math.pi * done)) / 2
+        return self.last_part + (1 - self.last_part) * (1 + math.cos(math.pi * done)) / 2
 
 
 def main() -> None:
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("model", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=float, default=30e6, help="length of the whole run")
     parser.add_argument("--seed", type=int, default=Plan.seed)
+    parser.add_argument("--optimiser", choices=("muon", "adamw"), default=Plan.optimiser)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
     parser.add_argument("--threads", type=int, default=1, help="2 pay only on cores that nobody else uses")
     parser.add_argument("--directory", type=Path, help="default: models/testbed/MODEL")
@@ -78,7 +81,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile: starts sooner, runs 10%% slower")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    plan = Plan(options.model, int(options.tokens), options.seed)
+    plan = Plan(options.model, int(options.tokens), options.seed, optimiser=options.optimiser)
     run = Run(plan, options.directory or DIRECTORY / options.model, options.data, compiled=not options.eager)
     run.go(until=time.monotonic() + options.minutes * 60)
 
@@ -92,7 +95,8 @@ class Run:
         directory.mkdir(parents=True, exist_ok=True)
         self.windows = Windows(CONTEXT_TOKENS, plan.seed, data)
         self.model = build(plan.model, plan.seed).train()
-        self.optimiser = make_optimiser(self.model, plan)
+        rates = (plan.peak_rate, plan.muon_rate, plan.weight_decay)
+        self.optimiser = make_optimiser(self.model, plan.optimiser, *rates)
         self.layer_step: Callable = torch.compile(layer_step, dynamic=False) if compiled else layer_step
         self.step = 0
         self.resume()
@@ -155,8 +159,7 @@ class Run:
 
     def train_step(self) -> dict[str, Any]:
         rate = self.plan.rate(self.step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        self.optimiser.scale_rates(rate)
         loss = balance = 0.0
         loads = []
         batch = self.windows.batch(self.step, self.plan.sequences)
@@ -171,7 +174,7 @@ class Run:
         if not math.isfinite(loss + norm):
             raise SystemExit(f"step {self.step}: loss {loss}, gradient norm {norm}; the checkpoint is untouched")
         self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         self.step += 1
         load_LE = torch.stack(loads).mean(0)
         least = load_LE.amin() * load_LE.shape[1]
@@ -204,14 +207,6 @@ class Run:
             file.write(json.dumps(short) + "\n")
         left = (self.plan.steps - self.step) * self.plan.sequences * CONTEXT_TOKENS / max(figures["tokens_s"], 1)
         print(f"step {self.step}/{self.plan.steps} loss {figures['loss']:.3f} left {left / 60:.0f} min", flush=True)
-
-
-def make_optimiser(model: Qwen3MoeForCausalLM, plan: Plan) -> torch.optim.AdamW:
-    """AdamW; no decay on norms and embeddings."""
-    decayed = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed" in name]
-    groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=plan.peak_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def fingerprint(data: Path) -> str:

@@ -136,7 +136,7 @@ def test_the_learning_rate_before_the_decay_does_not_depend_on_the_length() -> N
     short, long = train.Plan("e8k2", 20_000_000), train.Plan("e8k2", 40_000_000)
     decay_from = int(short.steps * (1 - short.decay_part))
     assert [short.rate(i) for i in range(decay_from)] == [long.rate(i) for i in range(decay_from)]
-    assert short.rate(short.steps) == pytest.approx(short.last_rate)
+    assert short.rate(short.steps) == pytest.approx(short.last_part)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
