@@ -183,8 +183,10 @@ def _stalled(e: Evidence, parts: dict[str, float]) -> Explanation:
     least = e.read_bytes / e.device_bytes_s * 1e3 if e.device_bytes_s else stall / 2
     slow = f"{_mb(rate)}/s while reading" + (f" of {_mb(e.device_bytes_s)}/s possible" if e.device_bytes_s else "")
     lanes = f", {e.lanes:.1f} reads at once" if e.lanes is not None else ""
-    change = Change("more reads in flight: a deeper queue (--depth), or prefetch of the next layer", rest + least)
-    return _say(e, "latency", f"{share}, but the device is not: {slow}{lanes}", change, parts)
+    change = Change(
+        "more reads in flight: prefetch of the next layer, or a deeper queue (try `stoker bench --depth`)", rest + least
+    )
+    return _say(e, "latency", f"{share}, yet the device could give more: {slow}{lanes}", change, parts)
 
 
 def _below_demand(e: Evidence) -> bool:

@@ -17,6 +17,7 @@ from itertools import count
 import numpy as np
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 18.0, 22.0, 34.0
+HEAT = (16, 62, 140)  # red, green, blue of the strongest cell on a light page; a dark one turns it around
 _numbers = count()
 
 
@@ -152,12 +153,13 @@ def alpha_png(values_RC: np.ndarray) -> str:
     """A data URI of an image that is opaque where the value is 1 and clear where it is 0: one cell, one pixel."""
     alpha = (np.clip(values_RC, 0, 1) * 255).astype(np.uint8)
     rows, columns = alpha.shape
-    grey_alpha = np.stack([np.full_like(alpha, 0), alpha], -1).reshape(rows, columns * 2)
-    raw = np.concatenate([np.zeros((rows, 1), np.uint8), grey_alpha], 1).tobytes()
+    pixels = np.empty((rows, columns, 4), np.uint8)
+    pixels[..., :3], pixels[..., 3] = HEAT, alpha
+    raw = np.concatenate([np.zeros((rows, 1), np.uint8), pixels.reshape(rows, columns * 4)], 1).tobytes()
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 4, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", columns, rows, 8, 6, 0, 0, 0)
     png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
     return "data:image/png;base64," + base64.b64encode(png).decode()
