@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from recipes.testbed.model import CONTEXT_TOKENS, SHAPES, build
+from recipes.testbed.model import SHAPES, build
 from recipes.testbed.tokenizer import DIRECTORY, END_ID
 
 HERE = Path(__file__).parent
@@ -36,12 +36,13 @@ def export(name: str, source: Path, directory: Path) -> None:
     model = build(name, state["plan"]["seed"])
     model.load_state_dict(state["model"])
     model.to(torch.bfloat16).save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)
     GenerationConfig(eos_token_id=END_ID, do_sample=False).save_pretrained(directory)
     for file in (DIRECTORY / "tokenizer").iterdir():
         shutil.copy(file, directory / file.name)
     weights = directory / "model.safetensors"
     record = {
-        "tokens_seen": state["step"] * state["plan"]["sequences"] * CONTEXT_TOKENS,
+        "tokens_seen": state["step"] * state["plan"]["step_tokens"],
         "plan": state["plan"],
         "token_files_sha256": state["data"],
         "corpus_sha256": hashlib.sha256((HERE / "corpus.json").read_bytes()).hexdigest(),

@@ -5,7 +5,8 @@
 The directory holds checkpoint.pt (weights, optimiser, step, random state; replaced atomically), metrics.jsonl and
 plan.json. Everything depends on seed and step alone, so a resumed run has the loss curve of one that was never stopped.
 The learning rate warms up, stays, and falls as a cosine over the last part of `--tokens`; until that part begins,
-`--tokens` may be changed on a resume without changing what was done.
+`--tokens` may be changed on a resume without changing what was done. Windows are short at first, which costs a quarter
+less a token, and have their full length once the rate falls.
 """
 
 import argparse
@@ -41,8 +42,8 @@ class Plan:
     model: str
     tokens: int
     seed: int = 1
-    sequences: int = 8
-    micro_sequences: int = 8
+    step_tokens: int = 4096
+    short_window: int = 128
     optimiser: str = "muon"
     peak_rate: float = 2.5e-3  # of AdamW
     muon_rate: float = 0.015
@@ -55,16 +56,20 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return self.tokens // (self.sequences * CONTEXT_TOKENS)
+        return self.tokens // self.step_tokens
+
+    @property
+    def decay_from(self) -> int:
+        """The first step of the last part, in which the rate falls and windows are long."""
+        return int(self.steps * (1 - self.decay_part))
 
     def rate(self, step: int) -> float:
         """The learning rate of one step, as a part of its peak."""
-        decay_from = self.steps * (1 - self.decay_part)
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if step < decay_from:
+        if step < self.decay_from:
             return 1.0
-        done = min(1.0, (step - decay_from) / (self.steps - decay_from))
+        done = min(1.0, (step - self.decay_from) / (self.steps - self.decay_from))
         return self.last_part + (1 - self.last_part) * (1 + math.cos(math.pi * done)) / 2
 
 
@@ -93,7 +98,8 @@ class Run:
         self.plan, self.directory, self.data = plan, directory, data
         self.data_sha256 = fingerprint(data)
         directory.mkdir(parents=True, exist_ok=True)
-        self.windows = Windows(CONTEXT_TOKENS, plan.seed, data)
+        self.short = Windows(plan.short_window, plan.seed, data)
+        self.long = Windows(CONTEXT_TOKENS, plan.seed, data)
         self.model = build(plan.model, plan.seed).train()
         rates = (plan.peak_rate, plan.muon_rate, plan.weight_decay)
         self.optimiser = make_optimiser(self.model, plan.optimiser, *rates)
@@ -108,6 +114,10 @@ class Run:
             state = torch.load(path, weights_only=True)
             if replace(Plan(**state["plan"]), tokens=self.plan.tokens) != self.plan:
                 raise SystemExit(f"{path} belongs to another plan: {state['plan']}; name another --directory")
+            if self.plan.decay_from < state["step"] and self.plan.tokens != state["plan"]["tokens"]:
+                raise SystemExit(
+                    f"--tokens {self.plan.tokens}: its last part would have begun before step {state['step']}"
+                )
             if state["data"] != self.data_sha256:
                 raise SystemExit(f"{path} was trained on other token files than those in {self.data}")
             self.model.load_state_dict(state["model"])
@@ -145,9 +155,9 @@ class Run:
             losses.append(figures["loss"])
             if self.step % LOG_STEPS == 0:
                 now = time.monotonic()
-                each = self.plan.sequences * CONTEXT_TOKENS
-                pace = len(losses) * each / (now - since)
-                figures |= {"loss": sum(losses) / len(losses), "tokens": self.step * each, "tokens_s": round(pace)}
+                pace = len(losses) * self.plan.step_tokens / (now - since)
+                figures |= {"loss": sum(losses) / len(losses), "tokens": self.step * self.plan.step_tokens}
+                figures |= {"tokens_s": round(pace)}
                 if self.step % EVALUATE_STEPS == 0 or self.step == self.plan.steps:
                     figures["valid_loss"] = self.evaluate()
                 self.log(figures)
@@ -160,26 +170,23 @@ class Run:
     def train_step(self) -> dict[str, Any]:
         rate = self.plan.rate(self.step)
         self.optimiser.scale_rates(rate)
-        loss = balance = 0.0
-        loads = []
-        batch = self.windows.batch(self.step, self.plan.sequences)
-        parts = batch.split(self.plan.micro_sequences)
-        for ids_BT in parts:
-            part_loss, part_balance, load_LE = self.losses(ids_BT)
-            ((part_loss + self.plan.balance * part_balance) / len(parts)).backward()
-            loss += part_loss.item() / len(parts)
-            balance += part_balance.item() / len(parts)
-            loads.append(load_LE)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip).item()
-        if not math.isfinite(loss + norm):
+        loss, balance, load_LE = self.losses(self.batch())
+        (loss + self.plan.balance * balance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
+        if not torch.isfinite(loss + norm):
             raise SystemExit(f"step {self.step}: loss {loss}, gradient norm {norm}; the checkpoint is untouched")
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.step += 1
-        load_LE = torch.stack(loads).mean(0)
         least = load_LE.amin() * load_LE.shape[1]
-        figures = {"loss": loss, "balance": balance, "least_load": least.item(), "gradient": norm, "rate": rate}
-        return {"step": self.step} | figures
+        figures = {"loss": loss, "balance": balance, "least_load": least, "gradient": norm}
+        return {"step": self.step} | {name: value.item() for name, value in figures.items()} | {"rate": rate}
+
+    def batch(self) -> torch.Tensor:
+        """The ids of this step; long windows are counted from the step that starts them."""
+        if self.step < self.plan.decay_from:
+            return self.short.batch(self.step, self.plan.step_tokens // self.plan.short_window)
+        return self.long.batch(self.step - self.plan.decay_from, self.plan.step_tokens // CONTEXT_TOKENS)
 
     def losses(self, ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -205,7 +212,7 @@ class Run:
         short = {name: round(value, 6) if isinstance(value, float) else value for name, value in figures.items()}
         with open(self.directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps(short) + "\n")
-        left = (self.plan.steps - self.step) * self.plan.sequences * CONTEXT_TOKENS / max(figures["tokens_s"], 1)
+        left = (self.plan.steps - self.step) * self.plan.step_tokens / max(figures["tokens_s"], 1)
         print(f"step {self.step}/{self.plan.steps} loss {figures['loss']:.3f} left {left / 60:.0f} min", flush=True)
 
 

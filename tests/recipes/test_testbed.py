@@ -107,7 +107,7 @@ def token_files(tmp_path: Path) -> Path:
 def test_a_killed_run_goes_on_with_the_same_curve(token_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after a checkpoint and one step more: metrics fall back to the checkpoint, then every number repeats."""
     monkeypatch.setattr(train, "LOG_STEPS", 1)
-    plan = train.Plan("e8k2", tokens=4 * 2 * 512, sequences=2, micro_sequences=1, warmup_steps=2)
+    plan = train.Plan("e8k2", tokens=4 * 1024, step_tokens=1024, warmup_steps=2)
 
     def run(directory: str) -> train.Run:
         return train.Run(plan, token_files / directory, token_files, compiled=False)
@@ -134,8 +134,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(token_files: Path, monkeypatch
 
 def test_the_learning_rate_before_the_decay_does_not_depend_on_the_length() -> None:
     short, long = train.Plan("e8k2", 20_000_000), train.Plan("e8k2", 40_000_000)
-    decay_from = int(short.steps * (1 - short.decay_part))
-    assert [short.rate(i) for i in range(decay_from)] == [long.rate(i) for i in range(decay_from)]
+    assert [short.rate(i) for i in range(short.decay_from)] == [long.rate(i) for i in range(short.decay_from)]
     assert short.rate(short.steps) == pytest.approx(short.last_part)
 
 
