@@ -1,5 +1,6 @@
 """One browser and two servers for all tests of the page."""
 
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +26,13 @@ def browser(downloads: Path) -> Iterator[Browser]:
 
 
 class Servers:
-    """demo: real words, one answer at a time and one in the queue. locked: a tiny model behind a key."""
+    """demo: real words, one answer at a time and one in the queue. locked: a tiny model that reasons, behind a key."""
 
-    def __init__(self, demo_store: Path, tiny_store: Path) -> None:
+    def __init__(self, demo_store: Path, thinking_store: Path) -> None:
         self._demo_store = demo_store
         with ThreadPoolExecutor(2) as starting:
             demo, locked = starting.submit(self._start_demo), starting.submit(
-                Server, tiny_store, "--memory", "1GiB", "--api-key", KEY
+                Server, thinking_store, "--memory", "1GiB", "--api-key", KEY
             )  # fmt: skip
         self.demo, self.locked = demo.result(), locked.result()
 
@@ -47,8 +48,21 @@ class Servers:
 
 
 @pytest.fixture(scope="session")
-def servers(browser: Browser, demo_store: Path, tiny_store: Path) -> Iterator[Servers]:
-    started = Servers(demo_store, tiny_store)
+def thinking_store(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny store with a template that opens a block of reasoning for the answer."""
+    store = tmp_path_factory.mktemp("models") / "thinker"
+    shutil.copytree(tiny_store, store)
+    template = store / "chat_template.jinja"
+    text, end = template.read_text(), "assistant\n{% endif %}"
+    opened = text.replace(end, "assistant\n<think>\n{% endif %}{# </think> #}")
+    assert "<think>" in opened
+    template.write_text(opened)
+    return store
+
+
+@pytest.fixture(scope="session")
+def servers(browser: Browser, demo_store: Path, thinking_store: Path) -> Iterator[Servers]:
+    started = Servers(demo_store, thinking_store)
     yield started
     for server in (started.demo, started.locked):
         if server.process.poll() is None:

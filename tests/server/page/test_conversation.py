@@ -1,5 +1,7 @@
 """Talking to a real model through the page: what is said, stopped, edited, tried again, refused and kept."""
 
+import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,41 @@ def test_key(browser: Browser, servers: Servers) -> None:
     assert KEY not in browser.js("return JSON.stringify(localStorage)")
     assert KEY in browser.js("return JSON.stringify(sessionStorage)")
     browser.errors()
+
+
+def test_reasoning_as_it_comes(browser: Browser, servers: Servers) -> None:
+    """A model that never ends its reasoning: all of it in the folded part, none in the answer or the next prompt."""
+    url = servers.locked.url
+    browser.open(url)
+    browser.settings(key=KEY, temperature=0, max_tokens=40)
+    browser.wait(lambda: browser.text("#link") == "connected", "the way in")
+    browser.send("Hello")
+    assert browser.answer() == ""
+    body = {"model": "thinker", "messages": said("Hello"), "temperature": 0, "max_tokens": 40}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()
+    reasoning = answer["choices"][0]["message"]["reasoning_content"]
+    assert browser.text(".reasoning summary") == f"Reasoning: {len(reasoning.split())} words"
+    kept = browser.js("return Object.values(localStorage).join()")
+    assert reasoning.split()[0] in kept and "40 tokens" in browser.last("figures")
+    browser.errors()
+
+
+def test_a_long_prompt_shows_how_far_it_is(browser: Browser, demo: str) -> None:
+    browser.open(demo)
+    browser.settings(temperature=0, max_tokens=2)
+    browser.send(f"Say yes. {uuid.uuid4()} " + "Red, green and blue. " * 100)
+    told = browser.wait(
+        lambda: re.fullmatch(r"Reading the prompt: (\d+) of (\d+) tokens.*", browser.last("progress").strip()),
+        "the progress",
+    )
+    total = int(told[2])
+    assert 500 < total < CTX and browser.all(".message.user > .cut") != []
+    seen = set()
+    while not browser.idle():
+        bar = browser.js("const b = document.querySelector('.progress progress'); return b && [b.value, b.max]")
+        seen.add(tuple(bar or ()))
+    assert browser.last("figures").startswith("2 tokens") and f"prompt {total}" in browser.last("figures")
+    assert any(part and 0 < part[0] < total for part in seen), seen
 
 
 def test_the_server_goes_away(browser: Browser, servers: Servers) -> None:

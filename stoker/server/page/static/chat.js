@@ -35,6 +35,7 @@ export function startChat(model) {
     stick = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
     $("latest").hidden = stick;
   });
+  new ResizeObserver(() => stick && toEnd()).observe(scroll);
   $("latest").addEventListener("click", () => toEnd(true));
   messages.addEventListener("click", copy);
   addEventListener("pagehide", () => running && chat.save());

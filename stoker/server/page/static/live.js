@@ -18,15 +18,16 @@ const PARTS = [
   ["reserve", "reserve"],
   ["free", "free"],
 ];
+const NOW = ["now", "in use"];
 const percentOf = (share) => percent(share);
 // With a history: text of its value now, or the last there was. Without: text and a note of the model.
 const TILES = [
   { name: "tok_s", label: "tokens a second", history: 0, text: figure },
-  { name: "first", label: "time to first token", text: (m) => seconds(m.first_token_s.last), note: (m) => (m.first_token_s.count < 2 ? "" : `median ${seconds(m.first_token_s.median)}`) },
+  { name: "first", label: "time to first token", text: (m) => seconds(m.first_token_s.last), note: (m) => (m.first_token_s.count < 2 ? "" : `median\n${seconds(m.first_token_s.median)}`) },
   { name: "stall", label: "stalled on the disk", history: 1, most: 1, text: percentOf },
   { name: "hits", label: "experts in memory", history: 2, most: 1, text: percentOf },
   { name: "disk", label: "MB/s from the disk", history: 3, text: (rate) => figure(rate == null ? null : rate / 1e6) },
-  { name: "prefix", label: "prompt from cache", text: (m) => (m.tokens.prompt ? percent(m.tokens.cached / m.tokens.prompt) : "–"), note: (m) => (m.tokens.prompt ? `${count(m.tokens.cached)} of ${count(m.tokens.prompt)} tokens` : "") },
+  { name: "prefix", label: "prompt from cache", text: (m) => (m.tokens.prompt ? percent(m.tokens.cached / m.tokens.prompt) : "–"), note: (m) => (m.tokens.prompt ? `${count(m.tokens.cached)} of\n${count(m.tokens.prompt)}` : "") },
 ];
 
 const $ = (id) => document.getElementById(id);
@@ -69,7 +70,11 @@ async function follow() {
       for await (const sample of live(stopped.signal)) {
         failures = 0;
         onLink("on");
-        take(sample);
+        try {
+          take(sample);
+        } catch (error) {
+          console.error(error); // a fault of the drawing is not one of the line
+        }
       }
     } catch (error) {
       problem = error;
@@ -117,6 +122,7 @@ function show(sample) {
   const names = Object.keys(sample.models), name = names.includes(chosen) ? chosen : names[0], model = sample.models[name];
   $("live").classList.remove("stale");
   if (!model) return;
+  showModels(sample.models);
   $("live-note").textContent = model.loaded ? state(model) : "not in memory: loads when asked";
   showTotals(sample, model);
   $("live").classList.toggle("asleep", !model.loaded);
@@ -125,6 +131,19 @@ function show(sample) {
   showMemory(model.ledger, sample.rss_bytes);
   showQueue(model.status);
   showHeat(model.heat);
+}
+
+// Where there are several: which are in memory.
+function showModels(models) {
+  const names = Object.keys(models);
+  $("models-rows").hidden = names.length < 2;
+  $("models-rows").replaceChildren(...(names.length < 2 ? [] : names.map((name) => {
+    const row = document.createElement("li"), { loaded, state: stage, status } = models[name];
+    row.append(Object.assign(document.createElement("b"), { textContent: name }), Object.assign(document.createElement("span"), {
+      textContent: !loaded ? (stage === "loading" ? "loading" : "not in memory") : status.running ? `${status.running} running` : "in memory, idle",
+    }));
+    return row;
+  })));
 }
 
 function state({ status }) {
@@ -169,10 +188,10 @@ function showTiles(model, rows) {
 
 function showMemory(ledger, rss) {
   const budget = ledger.budget_bytes;
-  $("memory-text").textContent = `${bytes(rss)} of ${bytes(budget)} in use (line); ${percent(ledger.resident_share)} of experts fit`;
+  $("memory-text").textContent = `A budget of ${bytes(budget)}; ${percent(ledger.resident_share)} of the experts fit`;
   stackedBar($("memory-bar"), PARTS.map(([name]) => ({ name, share: (ledger[`${name}_bytes`] || 0) / budget })), rss / budget);
   const body = $("memory-table").tBodies[0];
-  PARTS.forEach(([name, label], i) => {
+  [...PARTS, NOW].forEach(([name, label], i) => {
     let row = body.rows[i];
     if (!row) {
       row = body.insertRow();
@@ -183,7 +202,7 @@ function showMemory(ledger, rss) {
       row.append(head);
       row.insertCell();
     }
-    row.cells[1].textContent = bytes(ledger[`${name}_bytes`] || 0);
+    row.cells[1].textContent = bytes(name === "now" ? rss : ledger[`${name}_bytes`] || 0);
   });
 }
 
@@ -200,7 +219,7 @@ function showQueue(status) {
     text.textContent =
       row.phase === "waiting" ? `waits ${seconds(row.age_s)}`
       : row.phase === "prefill" ? `reads ${count(row.prefilled_tokens)} of ${count(row.prompt_tokens)}`
-      : `wrote ${plural(row.generated_tokens, "token")} after ${count(row.prompt_tokens)}`;
+      : `prompt ${count(row.prompt_tokens)}, wrote ${count(row.generated_tokens)}`;
   });
   while (list.children.length > Math.min(8, status.sequences.length)) list.lastElementChild.remove();
   const share = status.kv_total_tokens ? status.kv_used_tokens / status.kv_total_tokens : 0;

@@ -4,6 +4,7 @@
 import { Rendered } from "./markdown.js";
 import { count, figure, percent, plural, seconds, trouble } from "./words.js";
 
+const LONG = 1500, LONG_LINES = 16; // characters, lines
 const BUTTONS = { retry: "Try again", key: "Enter the key", new: "Start a new chat", settings: "Open settings" };
 
 export class MessageView {
@@ -16,12 +17,27 @@ export class MessageView {
     this.element = element("li", `message ${node.role}`);
     this.element.dataset.id = node.id;
     this.who = this.element.appendChild(element("h2", "who", own ? "You" : node.model || "Model"));
-    if (own) this.element.append((this.words = element("p", "words", node.text)));
+    if (own) this.drawOwn();
     else this.drawAnswer();
     this.acts = this.element.appendChild(element("div", "acts"));
     this.acts.setAttribute("role", "group");
     this.acts.setAttribute("aria-label", own ? "Your message" : "This answer");
     this.update(false);
+  }
+
+  // A long message shows its beginning; a button shows the rest.
+  drawOwn() {
+    const words = this.element.appendChild(element("p", "words", this.node.text));
+    if (this.node.text.length < LONG && this.node.text.split("\n").length < LONG_LINES) return;
+    const more = this.element.appendChild(element("button", "plain more", "Show all"));
+    more.type = "button";
+    more.setAttribute("aria-expanded", "false");
+    words.classList.add("cut");
+    more.addEventListener("click", () => {
+      const cut = words.classList.toggle("cut");
+      more.textContent = cut ? "Show all" : "Show less";
+      more.setAttribute("aria-expanded", String(!cut));
+    });
   }
 
   drawAnswer() {
