@@ -183,7 +183,7 @@ def small_parts(arguments: argparse.Namespace) -> list[Part]:
 def engine_part(arguments: argparse.Namespace, no_peer: str | None, models: list[Part]) -> Part:
     """The table itself. Cells that do not fit into this machine's memory are left out."""
     why_not = next((f"{part.name}: {part.why_not}" for part in models if part.why_not), None)
-    if os.geteuid() != 0:
+    if why_not is None and os.geteuid() != 0:
         why_not = "needs root: memory cgroups, caches dropped between runs"
     words: list[Any] = ["engine.py", arguments.store, "--quick", "--repeats", arguments.rounds]
     words += ["--out", results(arguments) / "engine.json", "--keep", arguments.work / "engine.part.json"]
