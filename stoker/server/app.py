@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from stoker import __version__
 from stoker.errors import StokerError
-from stoker.server import anthropic, health, live, metrics, openai, openapi, page
+from stoker.server import anthropic, health, live, metrics, openai, openapi, page, responses
 from stoker.server.errors import RequestError, dialect_of, render
 from stoker.server.guard import Guard
 from stoker.server.limits import Room
@@ -29,7 +29,7 @@ def create_app(registry: Registry, settings: Settings) -> FastAPI:
         title="stoker", version=__version__, description=_ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.state.room = Room(settings.bodies_bytes)
-    for part in (openai, anthropic, health, live, metrics, page):
+    for part in (openai, responses, anthropic, health, live, metrics, page):
         app.include_router(part.router(registry, settings))
     for kind in (StokerError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _told)

@@ -77,7 +77,10 @@ def as_request_error(error: BaseException) -> RequestError:
         case ContextError():
             return RequestError(_context(error), code="context_length_exceeded", field=error.field)
         case OptionError():
-            return RequestError(_one_line(error), code="invalid_value", field=error.field)
+            return RequestError(
+                error.what, code="invalid_value", field=error.field or error.where, expected=error.expected,
+                got=error.got, remedy=error.remedy,
+            )  # fmt: skip
         case QueueFull():
             wait = max(1.0, error.retry_after_s)
             return RequestError(_one_line(error), status=429, code="queue_full", retry_after_s=wait)
