@@ -71,6 +71,8 @@ class PrefixCache:
         if directory is not None:
             for segment in directory.segments(fingerprint):
                 self._learn(segment)
+            for node in list(self._tree.by_digest.values()):
+                self._drop_if_covered(node)
 
     # ---- what the engine calls ---------------------------------------------------------------------------------------
 
@@ -99,9 +101,10 @@ class PrefixCache:
                 path.append(state)
             else:
                 self._tree.prune(state)
-        if path:
-            for beside in list(self._parent_of_rows(path[-1]).children.values()):
+        for node in path:
+            for beside in list(node.parent.children.values()) if node.parent is not None else ():
                 self._drop_if_covered(beside)
+        path = [node for node in path if node.slot is not None]
         self._touch(path)
         self._write(path)
 
@@ -286,11 +289,6 @@ class PrefixCache:
             slot, node.meta = self._places.hold(sequence, node)
             self._place(node, slot)
         return True
-
-    def _parent_of_rows(self, node: Node) -> Node:
-        rows = node.parent if node.is_state else node
-        assert rows is not None and rows.parent is not None
-        return rows.parent
 
     def _drop_if_covered(self, node: Node) -> None:
         """Forget a partial block that a longer one has made useless, in memory and on disk."""

@@ -89,7 +89,7 @@ class Directory:
     def write(self, draft: Draft, done: Callable[[Segment | None], None]) -> bool:
         """Queue a segment. False where it will not be written: it is too large, or the disk is full."""
         with self._guard:
-            if self._closed or not self._writing or draft.data_bytes > self.size_bytes // 2:
+            if self._closed or not self._writing or draft.file_bytes > self.size_bytes // 2:
                 return False
             self._orders.append(Order(draft, done))
             self._guard.notify_all()
@@ -192,7 +192,7 @@ class Directory:
                     self._guard.notify_all()
 
     def _write(self, draft: Draft) -> Segment | None:
-        self._shrink(draft.data_bytes + (1 << 16))
+        self._shrink(draft.file_bytes)
         pace = _Pace(lambda: self._hurried)
         try:
             segment = write_segment(self.path, draft, pace.rest)

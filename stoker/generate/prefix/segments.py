@@ -80,8 +80,11 @@ class Draft:
     blocks: Sequence[tuple[bytes, str, memoryview]]
 
     @property
-    def data_bytes(self) -> int:
-        return sum(len(data) for _, _, data in self.blocks)
+    def file_bytes(self) -> int:
+        """No less than the file will have."""
+        metas = sum(len(meta) + 8 for meta in {meta for _, meta, _ in self.blocks})
+        data = sum(len(data) + 2 * len(key) + 64 for key, _, data in self.blocks)
+        return data + metas + 512 + _ALIGNMENT
 
 
 def write_segment(directory: Path, draft: Draft, between: Callable[[], None] = lambda: None) -> Segment:
