@@ -159,7 +159,7 @@ def serve(
 
 def model_names(models: list[str], aliases: list[str]) -> list[tuple[str, ...]]:
     """For each model its directory's name, then its aliases. Raises OptionError for a name that means two."""
-    names = [[Path(model).resolve().name] for model in models]
+    names = [[Path(model).name or Path(model).resolve().name] for model in models]
     for alias in aliases:
         name, given, target = alias.partition("=")
         if not name or (given and not target) or (not given and len(models) > 1):

@@ -232,7 +232,7 @@ def test_errors_have_the_sdks_shape(client: openai.OpenAI, server: Server) -> No
 
 
 def test_a_full_queue_is_tried_again(client: openai.OpenAI, server: Server) -> None:
-    busy = [chat(client, max_tokens=300, stream=True, extra_body={"ignore_eos": True}) for _ in range(8)]
+    busy = [chat(client, max_tokens=120, stream=True, extra_body={"ignore_eos": True}) for _ in range(8)]
     with pytest.raises(openai.RateLimitError) as error:
         chat(client, max_tokens=1)
     assert error.value.code == "queue_full" and float(error.value.response.headers["retry-after"]) >= 1

@@ -1,0 +1,189 @@
+"""Several models in one budget: loaded when asked for, let go when idle or in the way, never more than the budget."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import stoker
+from stoker.cli.serve import model_names
+from stoker.errors import BudgetError, Closing, OptionError
+from stoker.generate.price import Price, price
+from stoker.server.errors import RequestError
+from stoker.server.loading import Batching, loader
+from stoker.server.registry import Registry, Spec
+from stoker.server.service import Service
+from stoker.server.settings import Settings
+from tests.server.running import Server
+
+MIB = 1 << 20
+BUDGET_MIB = 1150
+KEEP_ALIVE_S = 7.0
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server(demo_store: Path, tiny_store: Path) -> Iterator[Server]:
+    options = ("--memory", f"{BUDGET_MIB}MiB", "--keep-alive", KEEP_ALIVE_S / 60, "--alias", f"small={tiny_store}")
+    with Server(demo_store, tiny_store, *options) as running:
+        yield running
+
+
+def ask(server: Server, model: str) -> Any:
+    body = {"model": model, "messages": MESSAGES, "max_tokens": 8}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+
+
+def states(server: Server) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
+
+
+def test_loaded_when_asked_for_and_let_go_when_idle(server: Server, demo_store: Path, tiny_store: Path) -> None:
+    big, small = demo_store.name, tiny_store.name
+    assert states(server) == {big: "unloaded", small: "unloaded"}
+    assert "is loaded at its first request" in server.log and f"{big}: takes" in server.log
+    empty = server.rss_bytes
+    assert empty < 700 * MIB
+    assert ask(server, small).status_code == 200
+    assert states(server) == {big: "unloaded", small: "loaded"}
+    answer = ask(server, big).json()
+    assert states(server) == {big: "loaded", small: "loaded"}, "a small one stays when a big one comes"
+    assert ask(server, "small").json()["model"] == small
+    full = server.rss_bytes
+    assert empty + 150 * MIB < full < BUDGET_MIB * MIB
+    unknown = ask(server, "gpt-4")
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
+    assert big in unknown.json()["error"]["message"]
+    with stoker.load(demo_store, memory="1500MiB") as model:
+        assert answer["choices"][0]["message"]["content"] == model.generate(MESSAGES, max_tokens=8).text
+    deadline = time.monotonic() + 60
+    while "loaded" in states(server).values():
+        assert time.monotonic() < deadline, states(server)
+        time.sleep(0.1)
+    assert server.rss_bytes < empty + 60 * MIB, f"{empty // MIB} MiB before, {server.rss_bytes // MIB} MiB after"
+    assert ask(server, big).json()["choices"] == answer["choices"], "and it comes back"
+    assert server.log.count("let go") >= 2
+
+
+def test_names() -> None:
+    assert model_names(["models/a", "b/"], ["c=b", "d=models/a"]) == [("a", "d"), ("b", "c")]
+    assert model_names(["a"], ["x", "y"]) == [("a", "x", "y")]
+    for models, aliases in ((["a", "b"], ["x"]), (["a", "b"], ["x=c"]), (["a", "c/a"], []), (["a"], ["a"])):
+        with pytest.raises(OptionError):
+            model_names(models, aliases)
+
+
+def test_a_price_is_what_loading_takes(tiny_store: Path) -> None:
+    cost = price(tiny_store, ctx_size=256)
+    assert cost.ctx_tokens == 256 and 0 < cost.floor_bytes <= cost.full_bytes
+    with stoker.load(tiny_store, memory="2GiB", ctx_size=256) as model:
+        ledger = model.ledger()
+        taken = ledger["budget_bytes"] - ledger["free_bytes"] - ledger["process_bytes"]
+        assert ledger["resident_share"] == 1 and abs(taken - cost.full_bytes) < 4 * MIB
+
+
+# ---- the rules, on real models with made-up prices ------------------------------------------------------------------
+
+
+def registry_of(
+    store: Path, floors_mib: dict[str, int], budget_mib: int, load_wait_s: float = 0.6
+) -> tuple[Registry, list[int]]:
+    """Models that are all the same store; `limits` grows by the bytes that each load was given."""
+    settings = Settings(load_wait_s=load_wait_s)
+    load, limits = loader(settings, {"path": "exact"}, Batching(parallel=1, queue=1)), []
+
+    def load_within(spec: Spec, limit_bytes: int) -> Service:
+        limits.append(limit_bytes)
+        service = load(spec, 4 << 30)
+        assert spec.price is not None
+        ledger = service.model.ledger()
+        fake = ledger | {"budget_bytes": psutil.Process().memory_info().rss + spec.price.full_bytes, "free_bytes": 0}
+        service.model.ledger = lambda: fake  # type: ignore[method-assign]
+        return service
+
+    base = psutil.Process().memory_info().rss
+    specs = [Spec((name,), str(store), Price(mib * MIB, mib * MIB, 512)) for name, mib in floors_mib.items()]
+    budget = base + budget_mib * MIB
+    return Registry(specs, load_within, settings, budget_bytes=budget, keep_alive_s=None), limits
+
+
+def loaded(registry: Registry) -> set[str]:
+    return {service.name for service in registry.loaded()}
+
+
+def test_an_idle_model_makes_room_and_a_busy_one_does_not(tiny_store: Path) -> None:
+    async def scenario() -> None:
+        registry, limits = registry_of(tiny_store, {"a": 600, "b": 300, "c": 600, "huge": 1200}, 1000)
+        first = await registry.get("a")
+        assert await registry.get("a") is first
+        await registry.get("b")
+        assert loaded(registry) == {"a", "b"}
+        await registry.get("c")
+        assert loaded(registry) == {"b", "c"}, "the one goes whose memory is enough; the small one stays"
+        entry = registry.find("c")
+        entry.users += 1  # a request is at work
+        began = time.monotonic()
+        with pytest.raises(BudgetError, match="in use by c"):
+            await registry.get("a")
+        assert 0.5 < time.monotonic() - began < 5 and loaded(registry) == {"c"}
+        waiting = asyncio.create_task(registry.get("a"))
+        await asyncio.sleep(0.2)
+        await registry._release(entry)
+        assert (await waiting).name == "a" and loaded(registry) == {"a"}
+        with pytest.raises(BudgetError, match="too small for this model"):
+            await registry.get("huge")
+        assert registry.find("huge").error is not None and loaded(registry) == {"a"}
+        assert all(limit <= registry.budget_bytes + 200 * MIB for limit in limits)
+        await registry.close()
+        assert loaded(registry) == set()
+        with pytest.raises(Closing):
+            await registry.get("a")
+
+    asyncio.run(scenario())
+
+
+def test_many_ask_at_once_and_leave_while_it_loads(tiny_store: Path) -> None:
+    async def scenario() -> None:
+        registry, limits = registry_of(tiny_store, {"a": 100}, 1000)
+        asked = [asyncio.create_task(registry.get("a")) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        for task in asked[:4]:
+            task.cancel()
+        services = await asyncio.gather(*asked[4:])
+        assert len(limits) == 1 and len({id(service) for service in services}) == 1
+        entry = registry.find("a")
+        assert entry.users == 0
+        await registry.let_go_idle(1000)
+        assert loaded(registry) == {"a"}
+        await registry.let_go_idle(0)
+        assert loaded(registry) == set()
+        await registry.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_failed_is_replaced(tiny_store: Path) -> None:
+    async def scenario() -> None:
+        registry, limits = registry_of(tiny_store, {"a": 100}, 1000)
+        first = await registry.get("a")
+        first.batcher._error = StopIteration("broken")  # type: ignore[assignment]
+        second = await registry.get("a")
+        assert second is not first and len(limits) == 2 and second.batcher.status().healthy
+        await registry.close()
+
+    asyncio.run(scenario())
+
+
+def test_strict_names(tiny_store: Path) -> None:
+    registry, _ = registry_of(tiny_store, {"a": 100}, 1000)
+    assert registry.find("gpt-4").spec.name == registry.find(None).spec.name == "a"
+    registry, _ = registry_of(tiny_store, {"alpha": 100, "beta": 100}, 1000)
+    with pytest.raises(RequestError, match="did you mean beta"):
+        registry.find("betta")
+    with pytest.raises(RequestError, match="missing"):
+        registry.find(None)
