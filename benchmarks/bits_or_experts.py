@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,8 @@ from stoker.plan.forecast_routing import Replayed
 from stoker.plan.profile import Profile, load
 from stoker.plan.routes import from_array
 from stoker.quant.formats import RECORD_ALIGNMENT, ExpertLayout, align
-from stoker.store.manifest import Manifest
+from stoker.store.manifest import NAME as MANIFEST
+from stoker.store.manifest import Manifest, read_manifest
 from stoker.store.reader import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -167,13 +169,18 @@ def measure(arguments: argparse.Namespace, experts_LTK: np.ndarray, gib: int, k:
 
 @contextmanager
 def fewer_experts(store: Path, k: int) -> Iterator[Path]:
-    """A copy of a store by links, whose config says `k` experts a token."""
+    """A copy of a store by links, whose config says `k` experts a token; its manifest goes with the config."""
     with tempfile.TemporaryDirectory(prefix="stoker-k-") as folder:
+        place = Path(folder)
         for file in store.iterdir():
-            if file.name != "config.json":
-                (Path(folder) / file.name).symlink_to(file.resolve())
-        (Path(folder) / "config.json").write_text(json.dumps(open_config(store) | {"num_experts_per_tok": k}))
-        yield Path(folder)
+            if file.name not in ("config.json", MANIFEST):
+                (place / file.name).symlink_to(file.resolve())
+        config = json.dumps(open_config(store) | {"num_experts_per_tok": k}).encode()
+        manifest = read_manifest(store)
+        sums = {**manifest.side_files, "config.json": f"{zlib.crc32(config):08x}"}
+        (place / "config.json").write_bytes(config)
+        (place / MANIFEST).write_text(replace(manifest, side_files=sums).dumps())
+        yield place
 
 
 def open_config(store: Path) -> dict[str, Any]:
