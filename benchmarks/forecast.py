@@ -1,11 +1,16 @@
 """Forecast against measurement: each configuration in its own process, all of them reported, the misses too.
 
-    python benchmarks/forecast.py --store STORE [--demo STORE] [--routes NAME.npz ...] [--repeats 3] [--only WORD ...]
+    python benchmarks/forecast.py --store STORE [--demo STORE] [--routes NAME.npz ...] [--repeats 2] [--only WORD ...]
 
-The profile is measured first, as `stoker probe` does, on the disk of the store. Configurations are forecast twice,
-with routing as in the run (replayed: this judges the model of the machine) and with the routing that `stoker
-predict` assumes (this is what a user gets). What other programs took of the processor during a run is recorded; a
-run in which they took more than --busy is repeated, and marked where it never was quiet.
+The profile is measured once, as `stoker probe` does, on the disk of the store. A shared disk and a virtual machine
+drift twofold within minutes, so disk, memory and kernels are measured again right before each run. Each configuration
+is forecast three times: from the machine of the moment and from the profile, both with routing as in the run (the first
+judges the model of the machine, the second what drift adds), and from the profile with the routing that `stoker
+predict` assumes (what a user gets). Before a run the memory of the one before is given back (--settle).
+
+With --add the runs join those in the results file, so that a measurement can be split; --again only forecasts the runs
+in the file anew. What other programs took of the processor is recorded; a run in which they took more than --busy is
+repeated, and marked where it never was quiet.
 """
 
 import argparse
@@ -21,14 +26,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from stoker.bench import probe
 from stoker.bench.budgets import Divider
 from stoker.bench.outlook import Assumptions, setting_of
-from stoker.bench.probe import measure as probe
-from stoker.bench.provenance import spread, write_result
+from stoker.bench.provenance import provenance, spread, write_result
 from stoker.bench.shapes import shape_of
 from stoker.plan.forecast import Machine, PromptForecast, TokenForecast, decode, prefill
 from stoker.plan.forecast_routing import Replayed, Routing, assumed, routing_named
-from stoker.plan.profile import Profile
+from stoker.plan.profile import Profile, from_dict, load
 from stoker.plan.routes import from_array
 from stoker.store.reader import Store, open_store
 
@@ -96,11 +101,11 @@ def child(text: str) -> None:
     vocabulary, generator = engine.runtime.vocab_size, random.Random(20261130)
     ids = [generator.randrange(vocabulary) for _ in range(PROMPT + WARM_UP + DECODE)]
     found = session(engine, ids[:PROMPT], ids[PROMPT:], WARM_UP)
-    ledger = engine.about()["ledger"]
+    about = engine.about()
     engine.close()
     if recorder is not None:
         recorder.close()
-    print(json.dumps(found | {"ledger": ledger}))
+    print(json.dumps(found | {"ledger": about["ledger"], "depth": about["stats"]["depth"], "load_s": engine.load_s}))
 
 
 def run_child(one: Configuration, threads: int, trace: str | None = None) -> dict[str, Any]:
@@ -133,13 +138,35 @@ def children_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measured(one: Configuration, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def moment_of(one: Configuration, profile: Profile) -> dict[str, Any]:
+    """The parts of the profile that drift, measured now."""
+    store = open_store(one.store)
+    found = probe.again(profile, Path(one.store), max(pool.layout.record_bytes for pool in store.pools)).as_dict()
+    return {name: found[name] for name in ("bursts", "sustained", "depth", "kernels", "waits")}
+
+
+def at_moment(profile: Profile, moment: dict[str, Any]) -> Profile:
+    return from_dict(json.loads(json.dumps(profile.as_dict() | moment)))
+
+
+KEPT = (
+    "prefill_s", "prefill_stall_s", "prefill_bytes", "decode_ms_median", "decode_tok_s", "decode_bytes_per_token",
+    "hit_rate", "stall_ms_per_token", "dropped_experts", "depth", "load_s", "others_share",
+)  # fmt: skip
+
+
+def measured(one: Configuration, profile: Profile, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Repeats; each is tried again a few times while other programs are busy, and the quietest try counts."""
     found = []
     for _ in range(arguments.repeats):
         tries: list[dict[str, Any]] = []
         while len(tries) < arguments.tries and not any(t["others_share"] <= arguments.busy for t in tries):
-            tries.append(run_child(one, arguments.threads))
+            moment = moment_of(one, profile)
+            time.sleep(arguments.settle)
+            run = run_child(one, arguments.threads)
+            about = {"date": provenance()["date"], "commit": provenance()["commit"], "moment": moment}
+            slots, process_bytes = statistics.mean(run["ledger"]["slots"]), run["ledger"]["process_bytes"]
+            tries.append({name: run[name] for name in KEPT} | {"slots": slots, "process_bytes": process_bytes} | about)
         found.append(min(tries, key=lambda t: t["others_share"]))
     return found
 
@@ -148,10 +175,10 @@ def measured(one: Configuration, arguments: argparse.Namespace) -> list[dict[str
 
 
 def own_routing(one: Configuration, threads: int, directory: Path) -> Routing:
-    """Routing as it is in the run: of the file, or recorded once from the model's own gates."""
+    """Routing as it is in the run: of the file, or recorded once from the model's own gates and kept in `directory`."""
     from stoker.routing.replay import load_experts
 
-    path = directory / f"{Path(one.store).name}.trace"
+    path = directory / f"{Path(one.store).resolve().parent.name}-{Path(one.store).name}.trace"
     if one.routes is None and not path.exists():
         run_child(replace(one, memory_gib=max(2.0, one.memory_gib), policy="lru", path="auto"), threads, str(path))
     experts_LTK = load_experts(Path(one.routes) if one.routes else path)
@@ -172,8 +199,9 @@ def forecast(
     setting = setting_of(ledger, divider.chunk(budget), about)
     machine = Machine(profile)
     context = PROMPT + WARM_UP + DECODE // 2
+    seen = routing.distinct(PROMPT + WARM_UP, shape.experts, shape.top_k)
     return (
-        decode(shape, machine, setting, routing, context),
+        decode(shape, machine, setting, routing, context, seen),
         prefill(shape, machine, setting, routing, PROMPT),
         setting.slots,
     )
@@ -182,13 +210,17 @@ def forecast(
 def compared(
     one: Configuration, runs: list[dict[str, Any]], profile: Profile, known: Routing, arguments: argparse.Namespace
 ) -> dict[str, Any]:
+    """The row of a configuration: what was measured, the three forecasts, their errors, and the runs themselves."""
     store = open_store(one.store)
     guess = routing_named(one.assumed) if one.assumed else assumed(store.pools[0].experts)[0]
+    paired = [forecast(one, store, at_moment(profile, run["moment"]), known) for run in runs]
     token, prompt, slots = forecast(one, store, profile, known)
     guessed, guessed_prompt, _ = forecast(one, store, profile, guess)
     speed = statistics.median(1e3 / run["decode_ms_median"] for run in runs)
     first_s = statistics.median(run["prefill_s"] for run in runs)
     busiest = max(run["others_share"] for run in runs)
+    decode_error = statistics.median(found.tokens_s for found, _, _ in paired) / speed - 1
+    ttft_error = statistics.median(found.total_s for _, found, _ in paired) / first_s - 1
     row = {
         "configuration": asdict(one),
         "quiet": busiest <= arguments.busy,
@@ -199,27 +231,38 @@ def compared(
             "hit_rate": statistics.median(run["hit_rate"] for run in runs),
             "read_bytes": statistics.median(run["decode_bytes_per_token"] for run in runs),
             "stall_ms": statistics.median(run["stall_ms_per_token"] for run in runs),
-            "slots": statistics.mean(runs[0]["ledger"]["slots"]),
-            "process_bytes": runs[0]["ledger"]["process_bytes"],
+            "slots": runs[0]["slots"],
         },
-        "forecast": token.figures() | {"ttft_s": prompt.total_s, "slots": slots, "bound": prompt.bound},
+        "forecast": [
+            found.figures() | {"ttft_s": first.total_s, "ttft_read_s": first.read_s, "ttft_compute_s": first.compute_s}
+            for found, first, _ in paired
+        ],
+        "from_profile": token.figures() | {"ttft_s": prompt.total_s, "slots": slots, "bound": prompt.bound},
         "assumed": {
             "routing": guess.words, "tokens_s": guessed.tokens_s, "ttft_s": guessed_prompt.total_s,
             "hit_rate": guessed.hit_rate,
         },
-        "decode_error": token.tokens_s / speed - 1,
-        "ttft_error": prompt.total_s / first_s - 1,
+        "decode_error": decode_error,
+        "ttft_error": ttft_error,
+        "decode_error_profile": token.tokens_s / speed - 1,
+        "ttft_error_profile": prompt.total_s / first_s - 1,
         "decode_error_assumed": guessed.tokens_s / speed - 1,
         "ttft_error_assumed": guessed_prompt.total_s / first_s - 1,
+        "within_bars": within(decode_error, ttft_error),
+        "within_bars_profile": within(token.tokens_s / speed - 1, prompt.total_s / first_s - 1),
+        "runs": runs,
     }  # fmt: skip
-    row["within_bars"] = abs(row["decode_error"]) <= DECODE_BAR and abs(row["ttft_error"]) <= TTFT_BAR
     say(
-        f"{one.name:<28} decode {token.tokens_s:6.2f} forecast, {speed:6.2f} measured ({row['decode_error']:+.0%}; "
-        f"assumed routing {row['decode_error_assumed']:+.0%}); first token {prompt.total_s:5.2f} s, {first_s:5.2f} "
-        f"({row['ttft_error']:+.0%}); hits {token.hit_rate:.3f}, {row['measured']['hit_rate']:.3f}; "
-        f"others {busiest:.0%}{'' if row['quiet'] else ' NOT QUIET'}"
+        f"{one.name:<28} decode {speed:6.2f} measured, forecast {decode_error:+.0%} (profile "
+        f"{row['decode_error_profile']:+.0%}, assumed routing {row['decode_error_assumed']:+.0%}); first token "
+        f"{first_s:5.2f} s, {ttft_error:+.0%} ({row['ttft_error_profile']:+.0%}); hits {token.hit_rate:.3f}, "
+        f"{row['measured']['hit_rate']:.3f}; others {busiest:.0%}{'' if row['quiet'] else ' NOT QUIET'}"
     )
     return row
+
+
+def within(decode_error: float, ttft_error: float) -> bool:
+    return abs(decode_error) <= DECODE_BAR and abs(ttft_error) <= TTFT_BAR
 
 
 def say(text: str) -> None:
@@ -232,44 +275,64 @@ def main() -> None:
     parser.add_argument("--store")
     parser.add_argument("--demo")
     parser.add_argument("--routes", nargs="*", help=".npz of routes of the store's shape; the first at every budget")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--busy", type=float, default=0.05, help="share of the processor that others may take")
+    parser.add_argument("--settle", type=float, default=4.0, help="seconds before a run, for memory to be given back")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="instead of measuring one first")
+    parser.add_argument("--traces", type=Path, help="where routes of random ids are kept, instead of nowhere")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--add", action="store_true", help="to the runs in the results file, with its profile")
+    parser.add_argument("--again", action="store_true", help="measure nothing, forecast the file's runs anew")
+    parser.add_argument("--record", action="store_true", help="only record routes of random ids into --traces")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     if arguments.child:
         return child(arguments.child)
-    before = loaded(arguments.profile) if arguments.profile else probe(Path(arguments.store), arguments.threads, say)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stoker-forecast-") as directory:
-        rows = []
-        for one in configurations(arguments):
-            known = own_routing(one, arguments.threads, Path(directory))
-            rows.append(compared(one, measured(one, arguments), before, known, arguments))
-            write_result(arguments.out, result(rows, before, arguments, time.monotonic() - started))
-    say(f"{sum(row['within_bars'] for row in rows)} of {len(rows)} within the bars; written to {arguments.out}")
+    with tempfile.TemporaryDirectory(prefix="stoker-forecast-") as scratch:
+        report(arguments, arguments.traces or Path(scratch))
 
 
-def loaded(path: Path) -> Profile:
-    from stoker.plan.profile import load
+def report(arguments: argparse.Namespace, traces: Path) -> None:
+    before = json.loads(arguments.out.read_text()) if arguments.add or arguments.again else {"rows": []}
+    runs = {row["configuration"]["name"]: row["runs"] for row in before["rows"]}
+    known = {one.name: own_routing(one, arguments.threads, traces) for one in configurations(arguments)}
+    if arguments.record:
+        return
+    profile = profile_of(before, arguments)
+    rows = {row["configuration"]["name"]: row for row in before["rows"]}
+    for one in configurations(arguments):
+        if arguments.again and one.name not in runs:
+            continue
+        new = [] if arguments.again else measured(one, profile, arguments)
+        runs[one.name] = runs.get(one.name, []) + new
+        rows[one.name] = compared(one, runs[one.name], profile, known[one.name], arguments)
+        write_result(arguments.out, result(list(rows.values()), profile))
+    within_both = sum(row["within_bars"] for row in rows.values())
+    say(f"{within_both} of {len(rows)} within the bars; written to {arguments.out}")
 
-    return load(path)
+
+def profile_of(before: dict[str, Any], arguments: argparse.Namespace) -> Profile:
+    if "profile" in before:
+        return from_dict(before["profile"])
+    return (
+        load(arguments.profile) if arguments.profile else probe.measure(Path(arguments.store), arguments.threads, say)
+    )
 
 
-def result(
-    rows: list[dict[str, Any]], profile: Profile, arguments: argparse.Namespace, seconds: float
-) -> dict[str, Any]:
+def result(rows: list[dict[str, Any]], profile: Profile) -> dict[str, Any]:
     return {
         "what": f"decode after {PROMPT} prompt tokens and {WARM_UP} more, median of {DECODE} tokens; first token of a "
-        f"process that has just loaded the model; {arguments.repeats} repeats, each in its own process",
+        "process that has just loaded the model, on memory that had been given back; each run in its own process. "
+        "`forecast`: from the machine measured right before each run; `from_profile`: from one profile for all",
         "bars": {"decode": DECODE_BAR, "ttft": TTFT_BAR},
-        "within_bars": sum(row["within_bars"] for row in rows),
         "configurations": len(rows),
+        "within_bars": sum(row["within_bars"] for row in rows),
+        "within_decode_bar": sum(abs(row["decode_error"]) <= DECODE_BAR for row in rows),
+        "within_ttft_bar": sum(abs(row["ttft_error"]) <= TTFT_BAR for row in rows),
+        "within_bars_profile": sum(row["within_bars_profile"] for row in rows),
         "quiet": sum(row["quiet"] for row in rows),
-        "seconds": round(seconds),
         "profile": profile.as_dict(),
         "rows": rows,
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.plan.forecast_routing import strangers
 from stoker.plan.replay import replay
 from stoker.plan.routes import Routes, Stream, load_routes
 
@@ -66,6 +67,7 @@ def table(routes: Routes, path: Path) -> dict[str, Any]:
         },
         "windows": list(WINDOWS),
         "distinct": [round(distinct(routes, window), 2) for window in WINDOWS],
+        "strange": [round(strangers(routes, size), 4) for size in slots],
     }
 
 

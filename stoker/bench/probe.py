@@ -1,7 +1,7 @@
 """Measures a machine for the forecast in at most half a minute: disk, memory, kernels, fixed costs (`stoker probe`).
 
-Owns the order and the time limits; the parts are beside it (probe_disk, probe_kernels, probe_costs). What comes out is
-a plan.profile.Profile. Knows no model.
+Owns the order and the time limits; the parts are beside it (probe_disk, probe_kernels, probe_...).
+What comes out is a plan.profile.Profile. Knows no model.
 """
 
 import datetime
@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from stoker.bench import probe_disk, probe_kernels
+from stoker.bench import probe_disk, probe_kernels, probe_memory, probe_waits
 from stoker.errors import StokerError
 from stoker.plan.profile import Costs, Profile, machine_key
 
-DISK_SECONDS = 9.0
+DISK_SECONDS = 7.0
+WAITS_SECONDS = 2.0
 COSTS_SECONDS = 40.0  # the limit; it takes about eight
 
 
@@ -33,9 +35,11 @@ def measure(directory: Path, threads: int, progress: Callable[[str], None] = lam
     progress("fixed costs of a step")
     costs = measure_costs(threads)
     progress("memory and kernels")
+    first_use = probe_memory.measure(threads)
     kernels = probe_kernels.measure(threads)
     progress(f"disk under {directory}")
     disk = probe_disk.measure(directory, DISK_SECONDS)
+    waits = probe_waits.measure(directory, threads, WAITS_SECONDS, disk.depth)
     return Profile(
         machine=machine_key(directory, threads),
         threads=threads,
@@ -46,10 +50,26 @@ def measure(directory: Path, threads: int, progress: Callable[[str], None] = lam
         bursts=disk.bursts,
         sustained=disk.sustained,
         buffered_bytes_s=disk.buffered_bytes_s,
+        depth=disk.depth,
         kernels=kernels,
+        waits=waits,
+        first_use=first_use,
         costs=costs,
         measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def again(before: Profile, directory: Path, record_bytes: int, seconds: float = 2.0) -> Profile:
+    """The profile with what drifts measured again, at one record size: the disk, memory and kernels.
+
+    Fixed costs and the first use of memory stay as they were. For judging a forecast by the machine of the moment.
+    """
+    disk = probe_disk.measure(directory, seconds / 2, (record_bytes,))
+    waits = probe_waits.measure(directory, before.threads, seconds / 2, disk.depth, record_bytes)
+    kernels = probe_kernels.measure(before.threads)
+    return replace(
+        before, bursts=disk.bursts, sustained=disk.sustained, depth=disk.depth, kernels=kernels, waits=waits
     )
 
 

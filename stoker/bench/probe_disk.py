@@ -18,11 +18,14 @@ from pathlib import Path
 from stoker.errors import DiskSpaceError, StokerError
 from stoker.native.io import Arena, ReadQueue, drop_cache
 from stoker.plan.profile import Burst, Sustained
+from stoker.runtime.depth import DEPTHS as CHOICES
+from stoker.runtime.depth import GOOD_ENOUGH
 
 RECORD_BYTES = (256 << 10, 1 << 20, 2_654_208, 8 << 20)  # 2.65 MB: an expert of 3 x 2048 x 768 at 4 bits
+BUFFERED_BYTES = RECORD_BYTES[2]
 BURSTS = (1, 2, 4, 8)
-DEPTHS = (1, 4, 8)
-QUEUE_DEPTH = 8
+DEPTHS = (1, 2, 4, 8)
+QUEUE_DEPTH = 8  # at most
 SCRATCH_BYTES = 512 << 20
 WEIGHTS_BYTES = 256 << 20  # a file this large is worth reading
 SUFFIXES = (".safetensors", ".gguf")
@@ -32,33 +35,39 @@ ALIGNMENT = 4096
 
 @dataclass(frozen=True)
 class Disk:
-    """What was found; `backend` and `direct` as the read queue chose."""
+    """What was found; `backend` and `direct` as the read queue chose, `depth` as the engine would."""
 
     bursts: tuple[Burst, ...]
     sustained: tuple[Sustained, ...]
     buffered_bytes_s: float
+    depth: int
     backend: str
     direct: bool
 
 
-def measure(directory: Path, seconds: float) -> Disk:
-    """Two thirds of the time for bursts, the rest for sustained and buffered reads."""
-    with _files(directory) as files, Arena(QUEUE_DEPTH * max(RECORD_BYTES)) as arena:
+def measure(directory: Path, seconds: float, sizes: Sequence[int] = RECORD_BYTES) -> Disk:
+    """Two thirds of the time for bursts, the rest for sustained and buffered reads, of records of `sizes` bytes.
+
+    Bursts go through a queue of the depth that the engine would choose: what it keeps waiting is part of their time.
+    """
+    with weight_files(directory) as files, Arena(QUEUE_DEPTH * max(*sizes, BUFFERED_BYTES)) as arena:
         arena.populate()
         with ReadQueue(depth=QUEUE_DEPTH) as queue:
-            reader = _Reader(queue, arena, files)
-            bursts = _bursts(reader, seconds * 0.6)
-            sustained = _sustained(reader, seconds * 0.3)
+            reader = Reader(queue, arena, files)
+            sustained = _sustained(reader, seconds * 0.3, sizes)
             backend, direct = queue.backend, queue.direct
+        depth = engines_depth(sustained)
+        with ReadQueue(depth=depth) as queue:
+            bursts = _bursts(Reader(queue, arena, files), seconds * 0.6, sizes)
         for path in files:
             drop_cache(path)
         with ReadQueue(depth=QUEUE_DEPTH, direct=False) as queue:
-            buffered = _Reader(queue, arena, files).stream(2_654_208, QUEUE_DEPTH, seconds * 0.1)[0]
-        return Disk(bursts, sustained, buffered, backend, direct)
+            buffered = Reader(queue, arena, files).stream(BUFFERED_BYTES, QUEUE_DEPTH, seconds * 0.1)[0]
+        return Disk(bursts, sustained, buffered, depth, backend, direct)
 
 
 @contextmanager
-def _files(directory: Path) -> Iterator[list[Path]]:
+def weight_files(directory: Path) -> Iterator[list[Path]]:
     """Weight files under a directory (two levels), or a scratch file."""
     found = [
         path
@@ -94,7 +103,7 @@ def _files(directory: Path) -> Iterator[list[Path]]:
         ) from error  # fmt: skip
 
 
-class _Reader:
+class Reader:
     """Random aligned places of the files, weighted by size, through one queue into one arena."""
 
     def __init__(self, queue: ReadQueue, arena: Arena, files: Sequence[Path]) -> None:
@@ -137,8 +146,8 @@ class _Reader:
         return done / (time.perf_counter() - started), times
 
 
-def _bursts(reader: _Reader, seconds: float) -> tuple[Burst, ...]:
-    setups = [(size, reads) for size in RECORD_BYTES for reads in BURSTS]
+def _bursts(reader: Reader, seconds: float, sizes: Sequence[int]) -> tuple[Burst, ...]:
+    setups = [(size, reads) for size in sizes for reads in BURSTS]
     timed: dict[tuple[int, int], list[tuple[float, float]]] = {setup: [] for setup in setups}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(timed[setups[0]]) < 3:
@@ -150,12 +159,18 @@ def _bursts(reader: _Reader, seconds: float) -> tuple[Burst, ...]:
 
 def _burst(setup: tuple[int, int], found: list[tuple[float, float]]) -> Burst:
     firsts, lasts = [first for first, _ in found], sorted(last for _, last in found)
-    low, middle, high = statistics.quantiles(lasts, n=4)
-    return Burst(*setup, statistics.median(firsts), middle, low, high, len(found))
+    low, _, high = statistics.quantiles(lasts, n=4)
+    return Burst(*setup, trimmed_mean(firsts), trimmed_mean(lasts), low, high, len(found))
 
 
-def _sustained(reader: _Reader, seconds: float) -> tuple[Sustained, ...]:
-    setups = [(size, depth) for size in RECORD_BYTES for depth in DEPTHS]
+def trimmed_mean(times: Sequence[float]) -> float:
+    """Mean without the slowest fiftieth: a token waits for dozens of reads, and so for their mean, not their median."""
+    ordered = sorted(times)
+    return statistics.mean(ordered[: max(1, len(ordered) - len(ordered) // 50)])
+
+
+def _sustained(reader: Reader, seconds: float, sizes: Sequence[int]) -> tuple[Sustained, ...]:
+    setups = [(size, depth) for size in sizes for depth in DEPTHS]
     rounds = 3
     share = seconds / len(setups) / rounds
     rates: dict[tuple[int, int], list[float]] = {setup: [] for setup in setups}
@@ -166,6 +181,13 @@ def _sustained(reader: _Reader, seconds: float) -> tuple[Sustained, ...]:
             rates[setup].append(rate)
             times[setup] += each
     return tuple(Sustained(*setup, statistics.median(rates[setup]), *_percentiles(times[setup])) for setup in setups)
+
+
+def engines_depth(sustained: Sequence[Sustained]) -> int:
+    """The least depth that nearly reaches the best rate of the records nearest to an expert's size, as at a load."""
+    nearest = min((one.record_bytes for one in sustained), key=lambda size: abs(size - BUFFERED_BYTES))
+    rates = {one.depth: one.bytes_s for one in sustained if one.record_bytes == nearest and one.depth >= min(CHOICES)}
+    return next(depth for depth in sorted(rates) if rates[depth] >= GOOD_ENOUGH * max(rates.values()))
 
 
 def _percentiles(times_ms: list[float]) -> tuple[float, float]:

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from stoker.native import kernels
@@ -19,7 +18,6 @@ from stoker.plan.profile import Kernels
 from stoker.quant.formats import ExpertLayout, MatrixSpec, PlacedMatrix, WeightFormat
 
 WORKING_SET_BYTES = 384 << 20
-TOUCH_BYTES = 3 << 29
 HIDDEN, WIDTH = 2048, 768
 A4 = WeightFormat("affine", 4, 64)
 DENSE = MatrixSpec(4096, HIDDEN, A4)
@@ -30,34 +28,29 @@ EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXPERTS_A_CALL = 8
 DENSE_BITS, EXPERT_BITS = 16, 16  # how finely the engine rounds activations
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
-PAUSE_S, COLD_CALLS, COLD_PRODUCTS = 0.003, 60, 3
 SHORT, LONG, PREFILL = 64, 8192, 512
 
 
 def measure(threads: int) -> Kernels:
-    """All of it in about six seconds with `threads` threads."""
-    before, touch_bytes_s = kernels.threads(), first_touch()
+    """All of it in about four seconds with `threads` threads."""
+    before = kernels.threads()
     with torch.inference_mode(), Arena(WORKING_SET_BYTES) as arena:
-        _fill(arena)
+        fill(arena)
         try:
             reads = {n: _read_rate(arena, n) for n in sorted({1, threads})}
             kernels.set_threads(threads)
-            dense, experts = _Dense(arena), _Experts(arena)
+            dense, experts = SomeDense(arena), SomeExperts(arena)
             dense_macs = {tokens: dense.macs_s(tokens) for tokens in DENSE_TOKENS}
             expert_macs = {rows: experts.macs_s(EXPERTS_A_CALL, rows) for rows in EXPERT_ROWS}
-            lone = experts.macs_s(1, 1) / EXPERT_MACS * EXPERT.record_bytes
             return Kernels(
                 isa=kernels.isa(),
                 read_bytes_s=reads,
                 matvec_bytes_s=dense_macs[1] / DENSE_MACS * DENSE.total_bytes,
-                cold_bytes_s=dense.cold_bytes_s(),
                 experts_bytes_s=expert_macs[1] / EXPERT_MACS * EXPERT.record_bytes,
-                lone_expert_bytes_s=lone,
                 dense_macs_s=dense_macs,
                 expert_macs_s=expert_macs,
                 attention_macs_s=_attention(),
                 pair_bytes_s=_combine(),
-                touch_bytes_s=touch_bytes_s,
             )
         finally:
             kernels.set_threads(before)
@@ -75,24 +68,12 @@ def median_s(work: Callable[[], object], least: int = 3, seconds: float = 0.15) 
     return statistics.median(times)
 
 
-def first_touch() -> float:
-    """Bytes a second of memory that is used for the first time: on virtual machines the host may have to find it.
-
-    Much at once, because what another program has just freed comes back fast.
-    """
-    nbytes = max(WORKING_SET_BYTES, min(TOUCH_BYTES, psutil.virtual_memory().available // 4))
-    with Arena(nbytes) as arena:
-        started = time.perf_counter()
-        arena.populate()
-        return nbytes / (time.perf_counter() - started)
-
-
-def _fill(arena: Arena) -> None:
+def fill(arena: Arena) -> None:
     """Random codes; the parts that hold scales are sound numbers."""
-    memory = arena.tensor(0, WORKING_SET_BYTES)
+    memory = arena.tensor(0, arena.nbytes)
     chunk = torch.randint(0, 256, (8 << 20,), dtype=torch.uint8)
-    for start in range(0, WORKING_SET_BYTES, chunk.numel()):
-        memory[start : start + chunk.numel()] = chunk[: WORKING_SET_BYTES - start]
+    for start in range(0, arena.nbytes, chunk.numel()):
+        memory[start : start + chunk.numel()] = chunk[: arena.nbytes - start]
 
 
 def _scale(memory: torch.Tensor, placed: PlacedMatrix, base: int) -> None:
@@ -106,13 +87,13 @@ def _read_rate(arena: Arena, threads: int) -> float:
     return WORKING_SET_BYTES / median_s(lambda: kernels.read_once(arena.address, WORKING_SET_BYTES), seconds=0.2)
 
 
-class _Dense:
+class SomeDense:
     """Dense matrices back to back, each multiplied once a pass."""
 
     def __init__(self, arena: Arena) -> None:
-        memory, self.matrices = arena.tensor(0, WORKING_SET_BYTES), []
+        memory, self.matrices = arena.tensor(0, arena.nbytes), []
         codes, scales = DENSE.codes_bytes, DENSE.scales_bytes
-        for i in range(WORKING_SET_BYTES // DENSE.total_bytes):
+        for i in range(arena.nbytes // DENSE.total_bytes):
             base = i * DENSE.total_bytes
             _scale(memory, PlacedMatrix(DENSE, 0, codes, codes + scales), base)
             ends = [base, base + codes, base + codes + scales, base + codes + 2 * scales]
@@ -125,31 +106,22 @@ class _Dense:
 
         def work() -> None:
             for _ in range(calls):
-                kernels.matmul(self.matrices[self.next % len(self.matrices)], x, out)
-                self.next += 1
+                self.product(x, out)
 
         return calls * tokens * DENSE_MACS / median_s(work)
 
-    def cold_bytes_s(self) -> float:
-        """A layer's worth of products after a pause, as after waiting for a read: threads sleep, the clock is low."""
-        x, out = torch.randn(1, HIDDEN), torch.empty(1, DENSE.rows)
-        times = []
-        for _ in range(COLD_CALLS):
-            time.sleep(PAUSE_S)
-            started = time.perf_counter()
-            for _ in range(COLD_PRODUCTS):
-                kernels.matmul(self.matrices[self.next % len(self.matrices)], x, out)
-                self.next += 1
-            times.append(time.perf_counter() - started)
-        return COLD_PRODUCTS * DENSE.total_bytes / statistics.median(times)
+    def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The next matrix times [T, HIDDEN]."""
+        kernels.matmul(self.matrices[self.next % len(self.matrices)], x, out)
+        self.next += 1
 
 
-class _Experts:
+class SomeExperts:
     """Experts that follow each other through the arena."""
 
     def __init__(self, arena: Arena) -> None:
-        memory, self.base = arena.tensor(0, WORKING_SET_BYTES), arena.address
-        self.count, self.next = WORKING_SET_BYTES // EXPERT.record_bytes, 0
+        memory, self.base = arena.tensor(0, arena.nbytes), arena.address
+        self.count, self.next = arena.nbytes // EXPERT.record_bytes, 0
         for i in range(self.count):
             for placed in (EXPERT.gate, EXPERT.up, EXPERT.down):
                 _scale(memory, placed, i * EXPERT.record_bytes)
@@ -169,6 +141,14 @@ class _Experts:
                 self.kernel.forward(torch.tensor(slots), starts, token, order, x, out)
 
         return calls * total * EXPERT_MACS / median_s(work)
+
+    def one_token(self, n_experts: int) -> None:
+        """The next experts, each once for one token, in one call."""
+        slots = [self.base + (self.next + i) % self.count * EXPERT.record_bytes for i in range(n_experts)]
+        self.next += n_experts
+        order, starts = torch.arange(n_experts, dtype=torch.int32), torch.arange(n_experts + 1, dtype=torch.int32)
+        x, out = torch.zeros(1, HIDDEN), torch.empty(n_experts, HIDDEN)
+        self.kernel.forward(torch.tensor(slots), starts, torch.zeros_like(order), order, x, out)
 
 
 def _attention() -> dict[str, float]:

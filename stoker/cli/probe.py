@@ -57,19 +57,22 @@ def profile_for(place: Path, threads: int | None, *, force: bool = False) -> "tu
 
 def lines(profile: "Profile") -> list[str]:
     """The profile for people."""
-    kernels, costs = profile.kernels, profile.costs
+    kernels, waits, costs = profile.kernels, profile.waits, profile.costs
     reads = ", ".join(f"{rate / 1e9:.1f} GB/s with {n}" for n, rate in kernels.read_bytes_s.items())
     return [
         f"{profile.machine['cpu']}, {profile.threads} threads, {kernels.isa}; device {profile.machine['device']}",
         f"memory        {reads} thread{'s' if profile.threads > 1 else ''}",
         f"one token     dense {kernels.matvec_bytes_s / 1e9:.1f} GB/s, experts {kernels.experts_bytes_s / 1e9:.1f}, "
-        f"one expert alone {kernels.lone_expert_bytes_s / 1e9:.1f}",
+        f"after a wait dense {waits.dense_bytes_s / 1e9:.1f}, an expert alone {waits.alone_bytes_s / 1e9:.1f}",
         f"many tokens   dense {_rates(kernels.dense_macs_s)}; experts {_rates(kernels.expert_macs_s)} GMAC/s by rows",
         f"attention     {kernels.attention_macs_s['decode'] / 1e9:.0f} GMAC/s a token, "
         f"{kernels.attention_macs_s['prefill'] / 1e9:.0f} in a prompt",
         f"fixed costs   step {costs.step_ms:.2f} ms, layer {costs.layer_ms:.3f} ms "
-        f"(transformers' own attention {costs.plain_layer_ms:.3f}), miss {costs.miss_ms:.3f} ms, "
-        f"process {costs.process_bytes / 2**20:.0f} MiB",
+        f"(transformers' own attention {costs.plain_layer_ms:.3f}, not all in memory +{costs.keep_ms:.3f}), "
+        f"miss {costs.miss_ms:.3f} ms, wait {costs.wait_ms:.3f} ms, process {costs.process_bytes / 2**20:.0f} MiB",
+        f"first use of memory {profile.first_use.bytes_s / 1e9:.2f} GB/s, holding up "
+        f"{profile.first_use.holds:.0%} of the computing; reads beside computing at "
+        f"{waits.progress:.0%} of their pace",
         f"disk          {profile.backend}, {'direct' if profile.direct else 'buffered: direct reads are refused'}; "
         f"through the page cache {profile.buffered_bytes_s / 1e9:.2f} GB/s",
         *_disk_table(profile),

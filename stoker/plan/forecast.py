@@ -112,9 +112,18 @@ class Machine:
 
 
 def decode(
-    shape: ModelShape, machine: Machine, setting: Setting, routing: Routing, context: int = 512
+    shape: ModelShape,
+    machine: Machine,
+    setting: Setting,
+    routing: Routing,
+    context: int = 512,
+    seen: float | None = None,
 ) -> TokenForecast:
-    """One token after `context` others, the cache in its steady state."""
+    """One token after `context` others, the cache in its steady state.
+
+    seen: distinct experts a layer has used so far; as long as they are fewer than the slots, every read goes to memory
+    that is used for the first time. None: all slots have been used.
+    """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     plain_s = shape.plain_layer_bytes / max(kernels.read_bytes_s.values())
     dense_ms = 1e3 * shape.layers * (shape.dense_layer_bytes / kernels.matvec_bytes_s + plain_s)
@@ -122,10 +131,15 @@ def decode(
     attention_ms = 1e3 * macs / kernels.attention_macs_s["decode"]
     layers_ms = (shape.layers - shape.plain_attention) * costs.layer_ms + shape.plain_attention * costs.plain_layer_ms
     missed = misses_of(shape, setting, routing)
-    expected = float(missed @ np.arange(len(missed)))
-    misses_ms = expected * costs.miss_ms + (1 - float(missed[0])) * (costs.wait_ms + cold_ms(shape, machine.profile))
-    between_ms = (dense_ms + attention_ms + layers_ms) / shape.layers + misses_ms
-    layer = simulate(missed, times_of(shape, machine, setting, between_ms), read_ahead(shape, setting))
+    expected, waiting = float(missed @ np.arange(len(missed))), 1 - float(missed[0])
+    keep_ms = costs.keep_ms if setting.path in ("auto", "hot", "staged") and setting.slots < shape.experts else 0.0
+    misses_ms = keep_ms + expected * costs.miss_ms + waiting * (costs.wait_ms + cold_ms(shape, machine.profile))
+    streaming_ms = (dense_ms + attention_ms) / shape.layers
+    between_ms = streaming_ms + layers_ms / shape.layers + misses_ms
+    times = times_of(shape, machine, setting, between_ms, streaming_ms)
+    if seen is not None and seen < setting.slots < shape.experts:
+        times = first_used(times, 1e3 * shape.record_bytes / machine.profile.first_use.bytes_s)
+    layer = simulate(missed, times, read_ahead(shape, setting, routing))
     return TokenForecast(
         dense_ms=dense_ms,
         attention_ms=attention_ms,
@@ -140,31 +154,39 @@ def decode(
 
 
 def cold_ms(shape: ModelShape, profile: Profile) -> float:
-    """What a layer's matrices take longer after a wait than back to back."""
-    kernels = profile.kernels
-    nbytes = shape.dense_layer_bytes + shape.top_k * shape.record_bytes
-    return 1e3 * nbytes * max(0.0, 1 / kernels.cold_bytes_s - 1 / kernels.matvec_bytes_s)
+    """What a layer's dense matrices take longer after a wait than back to back."""
+    slower = max(0.0, 1 / profile.waits.dense_bytes_s - 1 / profile.kernels.matvec_bytes_s)
+    return 1e3 * shape.dense_layer_bytes * slower
 
 
-def times_of(shape: ModelShape, machine: Machine, setting: Setting, between_ms: float) -> LayerTimes:
+def times_of(
+    shape: ModelShape, machine: Machine, setting: Setting, between_ms: float, streaming_ms: float
+) -> LayerTimes:
     """One layer's times. A read from idle takes a burst of one; each further one what eight at once add."""
-    kernels = machine.profile.kernels
+    kernels, waits = machine.profile.kernels, machine.profile.waits
     first_ms = machine.burst_ms(shape.record_bytes, 1)[1]
     each_ms = max(0.0, machine.burst_ms(shape.record_bytes, 8)[1] - first_ms) / 7
     if setting.depth == 1:
         each_ms = max(each_ms, first_ms)
     return LayerTimes(
         between_ms=between_ms,
+        streaming_ms=streaming_ms,
         together_ms=1e3 * shape.record_bytes / kernels.experts_bytes_s,
-        alone_ms=1e3 * shape.record_bytes / kernels.lone_expert_bytes_s,
+        alone_ms=1e3 * shape.record_bytes / waits.alone_bytes_s,
         first_ms=first_ms,
         each_ms=each_ms,
+        progress=waits.progress,
     )
 
 
-def read_ahead(shape: ModelShape, setting: Setting) -> ReadAhead | None:
+def first_used(times: LayerTimes, touch_ms: float) -> LayerTimes:
+    """Reads into memory that the system has to find first: the reading thread waits for it, record by record."""
+    return replace(times, first_ms=times.first_ms + touch_ms, each_ms=max(times.each_ms, touch_ms))
+
+
+def read_ahead(shape: ModelShape, setting: Setting, routing: Routing) -> ReadAhead | None:
     """What the engine reads for the next layer while this one waits; None where it does not."""
-    strange = 1 - min(1.0, setting.slots / shape.experts)
+    strange = routing.strange(setting.slots, shape.experts)
     if setting.path == "staged":
         return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange)
     if setting.path in ("auto", "hot") and setting.prefetch:
@@ -195,21 +217,20 @@ def prefill(
 ) -> PromptForecast:
     """A prompt of `tokens`, in chunks. `warm_share`: of the experts, in memory before (0: just loaded)."""
     total_s = compute_s = read_s = read_bytes = 0.0
-    touch_bytes_s = machine.profile.kernels.touch_bytes_s
+    kept = setting.slots if setting.path not in ("exact", "whole_layer") else 0.0
     done, resident, distinct = 0, warm_share * shape.experts, 0.0
-    touched = resident - (setting.ring_records if setting.slots < shape.experts else 0) / shape.moe_layers
+    touched = resident
     while done < tokens:
         chunk = min(setting.prefill_chunk, tokens - done)
         distinct = routing.distinct(chunk, shape.experts, shape.top_k)
         hits = min(distinct, resident * distinct / shape.experts)
-        layer = _chunk_layer(shape, machine, setting, chunk, done, distinct, distinct - hits)
+        resident = max(resident, min(kept, distinct))
+        fresh, touched = max(0.0, resident - touched), max(touched, resident)
+        layer = _chunk_layer(shape, machine, setting, chunk, done, distinct, distinct - hits, fresh)
         total_s += shape.layers * layer.total_s
         compute_s += shape.layers * (layer.dense_s + layer.experts_s)
         read_s += shape.moe_layers * layer.read_s
         read_bytes += shape.moe_layers * (distinct - hits) * shape.record_bytes
-        resident = max(resident, min(setting.slots, distinct))
-        total_s += shape.moe_layers * (resident - touched) * shape.record_bytes / touch_bytes_s
-        touched = max(touched, resident)
         done += chunk
     end_s = machine.profile.costs.step_ms / 1e3 + shape.head_bytes / machine.profile.kernels.matvec_bytes_s
     return PromptForecast(tokens, total_s + end_s, compute_s + end_s, read_s, read_bytes, distinct)
@@ -224,9 +245,20 @@ class _Layer:
 
 
 def _chunk_layer(
-    shape: ModelShape, machine: Machine, setting: Setting, chunk: int, before: int, distinct: float, missing: float
+    shape: ModelShape,
+    machine: Machine,
+    setting: Setting,
+    chunk: int,
+    before: int,
+    distinct: float,
+    missing: float,
+    fresh: float,
 ) -> _Layer:
-    """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds."""
+    """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds.
+
+    fresh: records that go to memory used for the first time. The reading thread waits for each, so no read is faster
+    than its memory is found, and what finding it holds up of the computing is lost.
+    """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
     scored = chunk * (before + (chunk + 1) / 2)
@@ -239,11 +271,15 @@ def _chunk_layer(
     read_s = machine.steady_s(
         missing * shape.record_bytes, shape.record_bytes, min(setting.depth, setting.ring_records)
     )
-    record_s = read_s / missing if missing else 0.0
-    through_ring = distinct > setting.slots or setting.path in ("exact", "whole_layer")
+    first_use = machine.profile.first_use
+    touch_s = fresh * shape.record_bytes / first_use.bytes_s
+    arrive_s = max(read_s, touch_s)
+    record_s = arrive_s / missing if missing else 0.0
+    through_ring = setting.path == "whole_layer" or (setting.path == "auto" and distinct > setting.slots)
     under_dense_s = min(dense_s, setting.ring_records * record_s) if through_ring else 0.0
-    total_s = max(dense_s + experts_s + record_s, dense_s - under_dense_s + read_s + experts_s / max(1.0, distinct))
-    return _Layer(dense_s, experts_s, read_s, total_s if missing >= 0.5 else dense_s + experts_s)
+    computing_s = dense_s + experts_s + touch_s * first_use.holds
+    total_s = max(computing_s + record_s, dense_s - under_dense_s + arrive_s + experts_s / max(1.0, distinct))
+    return _Layer(dense_s, experts_s, arrive_s, total_s if missing >= 0.5 else dense_s + experts_s)
 
 
 def simple(shape: ModelShape, bytes_s: float, compute_ms: float, hit: float, extra_latency_ms: float = 0.0) -> float:

@@ -1,7 +1,8 @@
 """Decoding layer by layer in simulated time: demand reads, reads ahead for the next layer, experts as they land.
 
-The device serves reads one after the other at its rate; a read from idle has its latency on top. The engine's rules
-are kept: reads ahead go out behind a layer's demand, those that have not started when their layer comes are given up.
+The device serves reads one after the other at its rate; a read from idle has its latency on top. While the processor
+computes, reads get on more slowly than while it waits, by a measured share. The engine's rules are kept: reads ahead go
+out behind a layer's demand, those that have not started when their layer comes are given up.
 Deterministic (seeded); milliseconds of simulated time. Knows no model and no files.
 """
 
@@ -15,14 +16,18 @@ WARM_UP = 48
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """between_ms: from a layer's last expert to the next layer's need (attention, router, fixed costs). together_ms,
-    alone_ms: one expert's computing, in company and alone. first_ms: a read from idle; each_ms: each further one."""
+    """between_ms: from a layer's last expert to the next layer's need (attention, router, fixed costs); streaming_ms:
+    the part of it in which all threads walk through weights. together_ms, alone_ms: one expert's computing, in company
+    and alone. first_ms: a read from idle; each_ms: each further one. progress: how fast reads get on while all threads
+    walk through weights, 1 where computing does not disturb them."""
 
     between_ms: float
     together_ms: float
     alone_ms: float
     first_ms: float
     each_ms: float
+    streaming_ms: float = 0.0
+    progress: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,18 @@ def simulate(missed: np.ndarray, times: LayerTimes, ahead: ReadAhead | None, see
 
 
 class _Run:
-    """The clock, when the device is free, and what is being read ahead for the layer to come."""
+    """Two clocks, the processor's and the device's (which falls behind while the processor computes), when the device
+    is free, and what is being read ahead for the layer to come."""
 
     def __init__(self, top_k: int, times: LayerTimes, ahead: ReadAhead | None, random: np.random.Generator) -> None:
         self.top_k, self.times, self.ahead, self.random = top_k, times, ahead, random
-        self.clock_ms = self.free_ms = self.submitted_ms = 0.0
+        self.clock_ms = self.device_ms = self.free_ms = self.submitted_ms = 0.0  # all but the first: the device's clock
         self.right = self.wrong = 0  # reads ahead that will be needed, and those that will not
         self.totals = np.zeros(5)
 
     def layer(self, misses: int, next_misses: int) -> None:
-        need_ms = self.clock_ms = self.clock_ms + self.times.between_ms
+        self._pass(self.times.between_ms, streaming_ms=self.times.streaming_ms)
+        need_ms, started_ms = self.device_ms, self.clock_ms
         landing, sent = self._landing(need_ms)
         demanded = misses - len(landing)
         ends = sorted(landing + [self._serve(need_ms) for _ in range(demanded)])
@@ -83,11 +90,19 @@ class _Run:
         ready = sum(end <= need_ms for end in ends)
         present = self.top_k - misses + ready
         busy = present * (self.times.together_ms if present > 1 else self.times.alone_ms)
-        self.clock_ms += busy
+        self._compute(busy)
         for end in ends[ready:]:
-            self.clock_ms = max(self.clock_ms, end) + self.times.alone_ms
+            self._pass(max(0.0, end - self.device_ms))
+            self._compute(self.times.alone_ms)
             busy += self.times.alone_ms
-        self.totals += (busy, self.clock_ms - need_ms - busy, demanded, sent, ready)
+        self.totals += (busy, self.clock_ms - started_ms - busy, demanded, sent, ready)
+
+    def _compute(self, ms: float) -> None:
+        self._pass(ms, streaming_ms=ms)
+
+    def _pass(self, ms: float, streaming_ms: float = 0.0) -> None:
+        self.clock_ms += ms
+        self.device_ms += ms - min(ms, streaming_ms) * (1 - self.times.progress)
 
     def _serve(self, submitted_ms: float) -> float:
         """When a read that is accepted now will have landed."""

@@ -40,6 +40,10 @@ class Routing(Protocol):
         """Distinct experts that a layer needs for so many tokens that follow each other."""
         ...
 
+    def strange(self, slots: float, experts: int) -> float:
+        """How often an expert that is drawn by its popularity, as a wrong guess is, is not in memory."""
+        ...
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -54,6 +58,9 @@ class Uniform:
     def distinct(self, tokens: int, experts: int, top_k: int) -> float:
         return experts * (1 - (1 - top_k / experts) ** tokens)
 
+    def strange(self, slots: float, experts: int) -> float:
+        return 1 - min(1.0, slots / experts)
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -67,6 +74,7 @@ class Curve:
     misses_per_event: dict[str, np.ndarray]  # policy -> [slots, top_k + 1]
     windows: tuple[int, ...]
     distinct_experts: tuple[float, ...]
+    strange_guesses: tuple[float, ...]  # at each of `slots`
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         rows = self.misses_per_event.get(policy)
@@ -87,6 +95,9 @@ class Curve:
         if same_load < 1:
             found = self.top_k * same_load
         return min(float(experts), max(float(top_k), found / self.experts * experts))
+
+    def strange(self, slots: float, experts: int) -> float:
+        return float(np.interp(slots / experts * self.experts, self.slots, self.strange_guesses))
 
 
 class Replayed:
@@ -126,6 +137,24 @@ class Replayed:
             found.append(len(np.unique(stream.experts[: stream.starts[end]])))
         return float(np.mean(found))
 
+    def strange(self, slots: float, experts: int) -> float:
+        return strangers(self._part, int(slots)) if slots < experts else 0.0
+
+
+def strangers(routes: Routes, slots: int, places: int = 4) -> float:
+    """Share of all uses that go to experts outside a pool's `slots` most recently used, at `places` of the later half.
+
+    Which policy kept them matters little: what is popular was used lately.
+    """
+    found = []
+    for stream in routes.streams:
+        uses = np.bincount(stream.experts)
+        for end in np.linspace(len(stream.experts) // 2, len(stream.experts), places, dtype=int):
+            experts, latest = np.unique(stream.experts[:end][::-1], return_index=True)
+            resident = experts[np.argsort(latest)][:slots]
+            found.append(1 - uses[resident].sum() / uses.sum())
+    return float(np.mean(found))
+
 
 def binomial(n: int, p: float) -> np.ndarray:
     """Probabilities of 0 .. n, float [n + 1]."""
@@ -163,6 +192,7 @@ def _curve(table: dict[str, Any]) -> Curve:
         misses_per_event=policies,
         windows=tuple(table["windows"]),
         distinct_experts=tuple(table["distinct"]),
+        strange_guesses=tuple(table["strange"]),
     )
 
 

@@ -17,14 +17,13 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
 class Burst:
-    """`reads` records of `record_bytes` asked for at once, from idle: median ms until the first and the last are there.
-
-    low_ms, high_ms: quartiles of the last; n: how many bursts were timed.
+    """`reads` records of `record_bytes` asked for at once, from idle: mean ms (without the slowest fiftieth) until the
+    first and the last are there. low_ms, high_ms: quartiles of the last; n: how many bursts were timed.
     """
 
     record_bytes: int
@@ -51,13 +50,15 @@ class Sustained:
 class Costs:
     """What a step costs beside arithmetic and reads, in ms: measured on a model too small to compute anything.
 
-    step: once a step; layer: each layer with native attention; plain_layer: with transformers' own attention; miss: the
-    processor's share of one demand read; wait: what a layer takes longer after a wait, with threads and caches cold.
+    step: once a step; layer: each layer with native attention; plain_layer: with transformers' own attention; keep:
+    more for a layer whose experts are not all in memory (what leaves, what to read ahead); miss: the processor's share
+    of one demand read; wait: what a layer takes longer after a wait, with threads and caches cold.
     """
 
     step_ms: float
     layer_ms: float
     plain_layer_ms: float
+    keep_ms: float
     miss_ms: float
     wait_ms: float
     process_bytes: int
@@ -68,23 +69,41 @@ class Kernels:
     """Rates of arithmetic with all threads.
 
     read_bytes_s: plain loads by threads, {1: ..., n: ...}; matvec_bytes_s: a dense 4-bit matrix times one token, back
-    to back, cold_bytes_s: each after a pause; dense_macs_s and expert_macs_s: multiply-accumulates a second by tokens
-    (rows) a matrix; expert rows 1: `one` expert alone is slower than several in one call; attention_macs_s: scores and
-    values, "decode" over a long context and "prefill"; pair_bytes_s: bytes a second through the weighted sum of
-    experts' outputs; touch_bytes_s: of an arena's pages used for the first time.
+    to back; experts_bytes_s: several experts in one call; dense_macs_s and expert_macs_s: multiply-accumulates a second
+    by tokens (rows) a matrix; attention_macs_s: scores and values, "decode" over a long context and "prefill";
+    pair_bytes_s: bytes a second through the weighted sum of experts' outputs.
     """
 
     isa: str
     read_bytes_s: dict[int, float]
     matvec_bytes_s: float
-    cold_bytes_s: float
     experts_bytes_s: float
-    lone_expert_bytes_s: float
     dense_macs_s: dict[int, float]
     expert_macs_s: dict[int, float]
     attention_macs_s: dict[str, float]
     pair_bytes_s: float
-    touch_bytes_s: float
+
+
+@dataclass(frozen=True)
+class FirstUse:
+    """Memory used for the first time by one thread while all compute: its rate, the share of computing lost."""
+
+    bytes_s: float
+    holds: float
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What reading and computing do to each other.
+
+    progress: how fast reads get on, of their own pace, while all threads walk through weights (1: undisturbed);
+    alone_bytes_s: one expert in a call of its own, after its read was waited for; dense_bytes_s: dense matrices after a
+    layer that waited.
+    """
+
+    progress: float
+    alone_bytes_s: float
+    dense_bytes_s: float
 
 
 @dataclass(frozen=True)
@@ -99,8 +118,11 @@ class Profile:
     direct: bool
     bursts: tuple[Burst, ...]
     sustained: tuple[Sustained, ...]
+    depth: int  # reads in flight, as the engine would choose it; bursts were measured so
     buffered_bytes_s: float  # sequential use of the page cache's path: buffered reads of cold records at depth 8
     kernels: Kernels
+    waits: Waits
+    first_use: FirstUse
     costs: Costs
     measured: str = ""  # date, UTC
     seconds: float = 0.0
@@ -261,6 +283,8 @@ def from_dict(data: Mapping[str, Any]) -> Profile:
             "bursts": tuple(Burst(**one) for one in data["bursts"]),
             "sustained": tuple(Sustained(**one) for one in data["sustained"]),
             "kernels": Kernels(**kernels),
+            "waits": Waits(**data["waits"]),
+            "first_use": FirstUse(**data["first_use"]),
             "costs": Costs(**data["costs"]),
         }
     )

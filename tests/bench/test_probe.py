@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.bench import probe_disk, probe_kernels
+from stoker.bench import probe_disk, probe_kernels, probe_memory, probe_waits
 from stoker.bench.probe import measure_costs
 from stoker.plan import profile as profiles
+from stoker.plan.profile import Sustained
 from tests.cli.conftest import stoker
 
 
@@ -32,7 +33,7 @@ def test_the_disk_is_measured_on_a_scratch_file_that_is_removed(
 def test_weight_files_are_read_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_disk, "WEIGHTS_BYTES", 32 << 20)
     (tmp_path / "model.safetensors").write_bytes(bytes(40 << 20))
-    with probe_disk._files(tmp_path) as files:
+    with probe_disk.weight_files(tmp_path) as files:
         assert files == [tmp_path / "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
@@ -47,6 +48,34 @@ def test_kernels_stay_below_memory_and_above_nothing(monkeypatch: pytest.MonkeyP
     assert found.matvec_bytes_s < 2 * found.read_bytes_s[1], "weights cannot be multiplied faster than they are read"
     assert found.expert_macs_s[32] > found.expert_macs_s[1] and found.dense_macs_s[32] > found.dense_macs_s[1]
     assert all(rate > 0 for rate in found.attention_macs_s.values())
+
+
+def test_the_depth_is_the_least_that_nearly_reaches_the_best_rate() -> None:
+    def rates(*by_depth: float) -> list[Sustained]:
+        return [Sustained(1 << 20, d, rate, 1.0, 1.0) for d, rate in zip((1, 2, 4, 8), by_depth, strict=True)]
+
+    assert probe_disk.engines_depth(rates(2.0, 1.9, 2.0, 2.0)) == 2
+    assert probe_disk.engines_depth(rates(1.0, 1.5, 1.9, 2.0)) == 4
+
+
+def test_progress_of_reads_beside_computing_by_hand() -> None:
+    assert probe_waits.progress_of(2.0, 2.0, 1.0) == 1, "not disturbed"
+    assert probe_waits.progress_of(2.0, 3.0, 1.0) == 0, "began when the computing was over"
+    assert probe_waits.progress_of(2.0, 2.5, 1.0) == pytest.approx(0.5)
+    assert probe_waits.progress_of(1.0, 4.0, 8.0) == pytest.approx(0.25), "over while the computing went on"
+
+
+def test_a_rehearsed_layer_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_disk, "SCRATCH_BYTES", 64 << 20)
+    found = probe_waits.measure(tmp_path, 1, 0.3, depth=2)
+    assert 0 <= found.progress <= 1
+    assert 1e7 < found.alone_bytes_s < 1e12 and 1e7 < found.dense_bytes_s < 1e12
+
+
+def test_first_use_of_memory_takes_time_and_at_most_all_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_memory, "FRESH_BYTES", 128 << 20)
+    found = probe_memory.measure(1)
+    assert 1e7 < found.bytes_s < 1e12 and 0 <= found.holds <= 1
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from stoker.plan.profile import Burst, Costs, Kernels, Profile, Sustained
+from stoker.plan.profile import Burst, Costs, FirstUse, Kernels, Profile, Sustained, Waits
 from stoker.plan.sizes import ModelShape
 
 MB = 1_000_000
@@ -18,6 +18,10 @@ def machine(
     layer_ms: float = 0.0,
     miss_ms: float = 0.0,
     wait_ms: float = 0.0,
+    keep_ms: float = 0.0,
+    touch_bytes_s: float = 1e15,
+    holds: float = 0.5,
+    progress: float = 1.0,
     buffered_bytes_s: float = 0.5e9,
 ) -> Profile:
     """A MiB takes record_ms, one after the other; every read has latency_ms before it from idle."""
@@ -41,24 +45,25 @@ def machine(
         direct=True,
         bursts=tuple(burst(size, reads) for size in sizes for reads in (1, 2, 4, 8)),
         sustained=steady,
+        depth=2,
         buffered_bytes_s=buffered_bytes_s,
         kernels=Kernels(
             isa="avx2",
             read_bytes_s={1: 10e9, 2: 20e9},
             matvec_bytes_s=10e9,
-            cold_bytes_s=10e9,
             experts_bytes_s=expert_bytes_s,
-            lone_expert_bytes_s=expert_bytes_s,
             dense_macs_s=dict(rates),
             expert_macs_s=dict(rates),
             attention_macs_s={"decode": 1e15, "prefill": 1e15},
             pair_bytes_s=1e15,
-            touch_bytes_s=1e15,
         ),
+        first_use=FirstUse(touch_bytes_s, holds),
+        waits=Waits(progress=progress, alone_bytes_s=expert_bytes_s, dense_bytes_s=10e9),
         costs=Costs(
             step_ms=0.0,
             layer_ms=layer_ms,
             plain_layer_ms=3 * layer_ms,
+            keep_ms=keep_ms,
             miss_ms=miss_ms,
             wait_ms=wait_ms,
             process_bytes=400 << 20,

@@ -40,6 +40,9 @@ class Always:
     def distinct(self, tokens: int, experts: int, top_k: int) -> float:
         return float(min(experts, tokens * top_k))
 
+    def strange(self, slots: float, experts: int) -> float:
+        return 1 - slots / experts
+
 
 def test_everything_resident_is_bytes_over_bandwidth() -> None:
     token = decode(model(), Machine(machine()), replace(SETTING, slots=64), Uniform())
@@ -87,6 +90,22 @@ def test_one_layer_by_hand() -> None:
     assert two.demand_reads == 2 and two.ahead_reads == 0
 
 
+def test_reads_get_on_no_further_while_computing_holds_them_up() -> None:
+    held = replace(TIMES, progress=0.0)
+    two = simulate(missing(2), held, None)  # hits to 0.6, then 3 ms to the first; the second comes 2 after it
+    assert two.stall_ms == pytest.approx(3.0 + 2.0)
+    half = simulate(missing(2), replace(TIMES, progress=0.5), None)
+    assert half.stall_ms == pytest.approx(3.0 - 0.3 + 2.0 - 0.1)
+    assert simulate(missing(0), held, None) == simulate(missing(0), TIMES, None)
+
+
+def test_nothing_is_read_ahead_under_weights_that_hold_reads_up() -> None:
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    times = LayerTimes(between_ms=20.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0, progress=0.0)
+    assert simulate(missing(2), times, sure).stall_ms < 1e-9
+    assert simulate(missing(2), replace(times, streaming_ms=20.0), sure).stall_ms > 4.0
+
+
 def test_reading_ahead_with_perfect_sight_hides_what_fits_between() -> None:
     sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
     slow = LayerTimes(between_ms=20.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
@@ -121,6 +140,9 @@ def test_fixed_costs_count_by_layer_miss_and_kind_of_attention() -> None:
     waiting = Machine(machine(wait_ms=0.3))
     assert decode(model(), waiting, SETTING, Always(2)).overhead_ms - base == pytest.approx(10 * 0.3)
     assert decode(model(), waiting, SETTING, Always(0)).overhead_ms == pytest.approx(base)
+    keeping = Machine(machine(keep_ms=0.3))
+    assert decode(model(), keeping, SETTING, Always(0)).overhead_ms - base == pytest.approx(10 * 0.3)
+    assert decode(model(), keeping, replace(SETTING, slots=64), Always(0)).overhead_ms == pytest.approx(base)
     plain = decode(model(plain_attention=5), costly, SETTING, Always(2)).overhead_ms
     assert plain - base == pytest.approx(5 * 0.2 + 5 * 0.6 + 20 * 0.1)
 
@@ -153,6 +175,29 @@ def test_a_prompt_bound_by_arithmetic_takes_what_it_takes() -> None:
     found = prefill(model(), Machine(machine(record_ms=0.01)), SETTING, Always(0), 512)
     macs = 512 * (10 * 20e6 + 10 * 4 * 3 * 1024 * 512)
     assert found.bound == "arithmetic" and found.total_s == pytest.approx(macs / 100e9, rel=0.05)
+
+
+def test_first_use_of_memory_bounds_reads_and_holds_one_core() -> None:
+    rate = 1e8
+    touch_s = 10 * 16 * (1 << 20) / rate  # 16 slots in each of 10 layers
+    reading = prefill(model(), Machine(machine(macs_s=1e13, touch_bytes_s=rate)), SETTING, Always(0), 512)
+    assert reading.total_s == pytest.approx(touch_s, rel=0.1), "reads wait for memory, computing hides below them"
+    slow = {"macs_s": 10e9, "record_ms": 0.01}
+    before, after = (
+        prefill(model(), Machine(machine(**slow, touch_bytes_s=r)), SETTING, Always(0), 512).total_s
+        for r in (1e15, rate)
+    )
+    assert after - before == pytest.approx(touch_s / 2, rel=0.1), "one of two cores is away"
+    nothing = replace(SETTING, path="exact")
+    kept = [prefill(model(), Machine(machine(**slow, touch_bytes_s=r)), nothing, Always(0), 512) for r in (1e15, rate)]
+    assert kept[0] == kept[1], "a path that keeps nothing uses no slots"
+
+
+def test_a_token_that_fills_new_slots_waits_for_their_memory() -> None:
+    one = Machine(machine(record_ms=1.0, touch_bytes_s=(1 << 20) / 5e-3))
+    settled, filling = (decode(model(), one, SETTING, Always(1), seen=seen) for seen in (None, 8))
+    assert filling.stall_ms - settled.stall_ms == pytest.approx(10 * 5.0, rel=0.01)
+    assert decode(model(), one, SETTING, Always(1), seen=16) == settled
 
 
 def test_a_second_chunk_finds_what_the_first_left() -> None:
