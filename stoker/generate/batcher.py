@@ -195,11 +195,11 @@ class Batcher:
             if short is None:
                 return step
             with self._wake:
-                id = self._scheduler.preempt()
-            if id is None:
+                youngest = self._scheduler.preempt()
+            if youngest is None:
                 self._leave(*short)
             else:
-                self._put_back(self._tickets[id])
+                self._put_back(self._tickets[youngest])
 
     def _reserve(self, step: Step) -> tuple[Ticket, StokerError] | None:
         """Take the KV blocks that a step writes to; the ticket for which there were none, with the reason."""

@@ -10,6 +10,7 @@ from stoker.residency.kept import KeptSlots
 from stoker.residency.policies import Policy
 from stoker.residency.reads import Reads
 from stoker.residency.slots import Slot
+from stoker.residency.worth import Worth
 
 
 class HotSlots(KeptSlots):
@@ -22,9 +23,18 @@ class HotSlots(KeptSlots):
                 remedy="give the policy transient slots, or choose another one",
             )
         self.policy = policy
+        self._worth = Worth(experts)
+
+    def contest(self, demand: Sequence[int]) -> tuple[list[int], list[int]]:
+        self._touch(demand)
+        contenders = dict.fromkeys([*self.held, *demand])
+        ranked = self._worth.ranked(contenders)
+        best, rest = ranked[: self.capacity], ranked[self.capacity :]
+        return [expert for expert in best if expert not in self.held], [e for e in rest[::-1] if e in self.held]
 
     def _touch(self, experts: Sequence[int]) -> None:
         self.policy.touch(experts)
+        self._worth.used(experts)
 
     def _admit(self, expert: int, protected: set[int]) -> int | None:
         try:

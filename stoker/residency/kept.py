@@ -232,9 +232,20 @@ class KeptSlots(ABC):
     def free_slots(self) -> int:
         return len(self._free)
 
-    def adopt(self, expert: int, slot: Slot) -> Slot | None:
-        """Take over a slot that holds `expert` whole for a free one of the same size; None when none is free."""
-        if not self._free or expert in self.held or slot.nbytes != self.record_bytes:
+    def contest(self, demand: Sequence[int]) -> tuple[list[int], list[int]]:
+        """One event of demand for more experts than there are slots: (those of it that deserve a slot and have none,
+        residents that deserve theirs less, the least worthy first). Nothing moves yet."""
+        return [], []
+
+    def adopt(self, expert: int, slot: Slot, leaver: int | None = None) -> Slot | None:
+        """Take over a slot that holds `expert` whole for one of the same size: a free one, or that of `leaver`, which
+        is whole and not pinned. None when there is neither."""
+        if expert in self.held or slot.nbytes != self.record_bytes:
+            return None
+        if not self._free and leaver is not None:
+            self._free.append(self._evict(leaver))
+            self._forget(leaver)
+        if not self._free:
             return None
         self._admit(expert, set())
         free = self._free.pop()
@@ -282,7 +293,7 @@ class KeptSlots(ABC):
         """Demand goes first: a prefetch that has not started and that no lease waits for makes room."""
         if for_prefetch:
             return False
-        pinned = self._pinned()
+        pinned = self.pinned()
         for expert, slot in self.reading.items():
             if expert not in pinned and self.reads.cancel(slot):
                 self.abandon(slot)
@@ -290,7 +301,8 @@ class KeptSlots(ABC):
                 return True
         return False
 
-    def _pinned(self) -> set[int]:
+    def pinned(self) -> set[int]:
+        """The experts that open leases and streams use."""
         pinned: set[int] = set()
         for pin in self.pins:
             pinned |= set(pin.experts) - pin.retired if pin.retired else set(pin.experts)
@@ -298,7 +310,7 @@ class KeptSlots(ABC):
 
     def _protected(self) -> set[int]:
         """The experts whose slots must not be taken now."""
-        protected = self._pinned()
+        protected = self.pinned()
         protected.update(self.reading)
         return protected
 
@@ -324,7 +336,7 @@ class KeptSlots(ABC):
 
     def _reap(self) -> None:
         """Settle what has landed, except what a lease waits for: its failure must reach that lease."""
-        pinned = self._pinned()
+        pinned = self.pinned()
         for expert, slot in list(self.reading.items()):
             if expert not in pinned and self.reads.over(slot):
                 self._settled(slot)

@@ -84,11 +84,17 @@ class Residency:
         return self._homes[pool].acquire(experts)
 
     def stream(
-        self, pool: int, experts: Sequence[int], *, read_ahead: Ahead | None = None, keep: Sequence[int] = ()
+        self,
+        pool: int,
+        experts: Sequence[int],
+        *,
+        read_ahead: Ahead | None = None,
+        keep: Sequence[int] = (),
+        demand: Sequence[int] = (),
     ) -> Iterator[tuple[int, int]]:
         """`stream_groups` one expert at a time: (position in `experts`, slot address)."""
-        groups = self.stream_groups(pool, experts, group=1, read_ahead=read_ahead, keep=keep)
-        return ((positions[0], addresses[0]) for positions, addresses in groups)
+        groups = self.stream_groups(pool, experts, group=1, read_ahead=read_ahead, keep=keep, demand=demand)
+        return (pair for positions, addresses in groups for pair in zip(positions, addresses, strict=True))
 
     def stream_groups(
         self,
@@ -98,21 +104,24 @@ class Residency:
         group: int,
         read_ahead: Ahead | None = None,
         keep: Sequence[int] = (),
+        demand: Sequence[int] = (),
     ) -> Iterator[Arrival]:
-        """whole_layer: (positions in `experts`, slot addresses) of every expert once, ascending by expert id.
+        """whole_layer: (positions in `experts`, slot addresses) of every expert once, those to be read ascending by id.
 
         An item holds the next expert, waited for, and up to `group` - 1 more that are there already.
-        Experts that are resident are used where they are; all others go through the ring, and nothing leaves the
-        decode set. `read_ahead` is (next pool, experts that it will probably need): read behind this pool's experts,
-        kept in the ring, used by that pool's stream; what it does not need is waste. Addresses are valid until
+        Experts that are resident are used where they are; all others go through the ring, and but for `demand` nothing
+        leaves the decode set. `read_ahead` is (next pool, experts that it will probably need): read behind this pool's
+        experts, kept in the ring, used by that pool's stream; what it does not need is waste. Addresses are valid until
         the next item is asked for. `keep` names experts, best first, that decoding will probably want: they stay in
         slots that are free, as many as there are, without another read (not in a pool whose records are shorter than
-        the ring's slots). Raises ReadError naming pool and expert; streaming again is a valid retry.
+        the ring's slots). `demand` names those of `experts` that decoding asks for now: residents come first then, and
+        by fading counts of use those that pass through the ring may take the slots of residents that are worth less.
+        Raises ReadError naming pool and expert; streaming again is a valid retry.
         """
         self._reads.check_open()
         ahead_kept = self._kept[read_ahead[0]] if read_ahead and self._kept else None
         kept = self._kept[pool] if self._kept else None
-        return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep, group)
+        return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep, group, demand)
 
     # Ahead of demand.
 
@@ -153,6 +162,13 @@ class Residency:
     def resident(self, pool: int) -> set[int]:
         """The experts of the pool that stay in memory between steps and are whole now."""
         return self._kept[pool].resident() if self._kept else set()
+
+    def absent(self, pool: int, experts: Sequence[int]) -> list[int]:
+        """Those of `experts` that have no slot that stays, in their order; being read counts as having one."""
+        if not self._kept:
+            return list(experts)
+        held = self._kept[pool].held
+        return [expert for expert in experts if expert not in held]
 
     def complete(self, pool: int) -> bool:
         """Whether every expert of the pool is in memory for good."""

@@ -47,6 +47,7 @@ class Ring:
         ahead_kept: KeptSlots | None,
         keep: Sequence[int] = (),
         group: int = 1,
+        demand: Sequence[int] = (),
     ) -> Iterator[Arrival]:
         """Positions in `experts` and slot addresses, ascending by expert; valid until the next item is asked for.
 
@@ -55,7 +56,7 @@ class Ring:
         `kept` holds the decode set of the pool, if there is one, `ahead_kept` that of the pool in `ahead`.
         Raises ReadError naming pool and expert; everything stays usable, and streaming again is a valid retry.
         """
-        return Layer(self, pool, experts, kept, ahead, ahead_kept, keep).run(group)
+        return Layer(self, pool, experts, kept, ahead, ahead_kept, keep, demand).run(group)
 
     # What a layer asks of the ring.
 
@@ -156,6 +157,7 @@ class Layer:
         ahead: Ahead | None,
         ahead_kept: KeptSlots | None,
         keep: Sequence[int],
+        demand: Sequence[int] = (),
     ) -> None:
         self.ring, self.pool, self.experts, self.kept = ring, pool, experts, kept
         self.counters = ring.reads.counters
@@ -166,13 +168,21 @@ class Layer:
         self.ahead_plan = deque(sorted(ahead[1])) if ahead else deque()
         self.ahead_kept = ahead_kept
         self.keep_wish = keep
-        self.keep: set[int] = set()  # as many of them as there are free slots
+        self.keep: set[int] = set()  # as many of them as there are free slots, and what deserves a taken one
+        self.demand = demand
+        self.leavers: list[int] = []  # residents that may be exchanged, the next one last
 
     def run(self, group: int) -> Iterator[Arrival]:
         order = deque(sorted(range(len(self.experts)), key=self.experts.__getitem__))
         self.ring.enter(self)
         try:
             self._sort_out()
+            if self.demand and self.kept is not None and (here := [p for p in order if self._resident(p)]):
+                order = deque(position for position in order if not self._resident(position))
+                self._read_on()
+                yield here, [self.kept.table[self.experts[position]] for position in here]
+                self.ring.check(self)
+                self.pin.retired.update(self.experts[position] for position in here)
             while order:
                 self._read_on()
                 positions = [order.popleft()]
@@ -199,6 +209,10 @@ class Layer:
             self.kept.pins.append(self.pin)
             room = self.kept.free_slots()
             self.keep = set([expert for expert in self.keep_wish if expert not in self.kept.held][:room])
+            if self.demand:
+                deserving, leavers = self.kept.contest(self.demand)
+                self.keep.update(deserving)
+                self.leavers = leavers[::-1]
         needed = sorted(self.experts)
         self.ring.keep_only(self.pool, set(needed))
         hits = sum(self._is_whole(expert) for expert in needed)
@@ -273,8 +287,24 @@ class Layer:
         slot = self.ring.find(self.pool, expert)
         if slot is None:
             return
-        adopt = self.kept is not None and expert in self.keep
-        self.ring.consumed(slot, self.kept.adopt(expert, slot) if adopt and self.kept is not None else None)
+        if self.kept is None or expert not in self.keep:
+            self.ring.consumed(slot)
+        else:
+            self.ring.consumed(slot, self.kept.adopt(expert, slot, self._leaver()))
+
+    def _resident(self, position: int) -> bool:
+        assert self.kept is not None
+        return self.kept.table[self.experts[position]] != 0
+
+    def _leaver(self) -> int | None:
+        """A resident that may give up its slot now: whole, and not to be used by this stream or any lease any more."""
+        assert self.kept is not None
+        pinned = self.kept.pinned() if self.leavers else ()
+        for index in range(len(self.leavers) - 1, -1, -1):
+            expert = self.leavers[index]
+            if self.kept.table[expert] and expert not in pinned:
+                return self.leavers.pop(index)
+        return None
 
 
 class RingHome:

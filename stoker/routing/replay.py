@@ -1,11 +1,13 @@
 """Recorded routes in the place of the gates', so that a model of random weights shows the reuse of a real one.
 
-Owns the routes and the place in them; a step takes the tokens that follow those of the step before it. For measuring
-speed: the output means nothing. Knows no model, no residency and no clock.
+Owns the routes and the place in them; a step takes the tokens that follow those of the step before it, or those that
+`place` names, so that several sequences may each follow a stretch of its own. For measuring speed: the output means
+nothing. Knows no model, no residency and no clock.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 from zipfile import BadZipFile
@@ -48,6 +50,8 @@ class RouteReplay:
         self._random = np.random.default_rng(seed)
         self._step = -1
         self._first = self._next = 0
+        self._placed: np.ndarray | None = None  # for the next step
+        self._rows: np.ndarray | None = None  # of this step; None: from _first on
 
     @classmethod
     def open(cls, path: str | Path, *, weights: Weights = "own") -> RouteReplay:
@@ -57,6 +61,10 @@ class RouteReplay:
     def seek(self, token: int) -> None:
         """The next step begins with this token of the trace."""
         self._next = token % self.tokens
+
+    def place(self, tokens: Sequence[int]) -> None:
+        """The next step takes these tokens of the trace, one for each of its own, in the order in which they lie."""
+        self._placed = np.asarray(tokens, dtype=np.int64) % self.tokens
 
     def check_shape(self, layers: int, experts: int, top_k: int) -> None:
         """Raises OptionError where a model with these axes cannot follow the routes."""
@@ -78,7 +86,12 @@ class RouteReplay:
         """int64 [tokens, K] of one layer; every layer of a step gets the same tokens of the trace."""
         if step != self._step:
             self._step, self._first = step, self._next
-            self._next = (self._next + tokens) % self.tokens
+            self._rows, self._placed = self._placed, None
+            if self._rows is None:
+                self._next = (self._next + tokens) % self.tokens
+        if self._rows is not None:
+            assert len(self._rows) == tokens, f"{len(self._rows)} tokens were placed, and the step has {tokens}"
+            return self.experts_LTK[index, self._rows]
         end = self._first + tokens
         if end <= self.tokens:
             return self.experts_LTK[index, self._first : end]

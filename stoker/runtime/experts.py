@@ -89,6 +89,11 @@ def _latest_first(index_TK: Tensor) -> list[int]:
     return list(dict.fromkeys(index_TK.flip(0).flatten().tolist()))
 
 
+def _strongest_first(index_TK: Tensor) -> list[int]:
+    """The experts of some tokens, every token's first choice before any second one."""
+    return list(dict.fromkeys(index_TK.T.flatten().tolist()))
+
+
 class StreamedExperts:
     """The routed experts of one MoE layer: hidden [T, D], route [T, K] -> [T, D]."""
 
@@ -129,7 +134,7 @@ class StreamedExperts:
         tally = self.residency.tally
         hits, misses, stall_ns = tally.hits, tally.misses, tally.stall_ns
         if self._streams(len(pairs.experts)):
-            self._whole_layer(pairs, _latest_first(index_TK), hidden_TD, out_PD)
+            self._whole_layer(pairs, index_TK, hidden_TD, out_PD)
         else:
             self._acquire(pairs, hidden_TD, out_PD)
         out_TD = torch.empty_like(hidden_TD)
@@ -170,14 +175,33 @@ class StreamedExperts:
             likely = following.look_ahead(hidden_TD, share=0.5)
             self.residency.prefetch(following.pool, likely, limit=self.prefetch)
 
-    def _whole_layer(self, pairs: Pairs, latest: list[int], hidden_TD: Tensor, out_PD: Tensor) -> None:
-        """`latest`: experts that decode will probably want, most recent first; they stay where slots are free."""
-        ahead = (self.next.pool, self.next.look_ahead(hidden_TD)) if self.next is not None else None
+    def _whole_layer(self, pairs: Pairs, index_TK: Tensor, hidden_TD: Tensor, out_PD: Tensor) -> None:
+        """More experts than slots. What running answers ask for shapes the decode set; a step of prompts alone only
+        fills slots that are free, with the experts that decode will probably want: those used last."""
+        answers = self.step.decode_tokens
         groups = self.residency.stream_groups(
-            self.pool, pairs.experts, group=STREAM_GROUP, read_ahead=ahead, keep=latest
+            self.pool,
+            pairs.experts,
+            group=STREAM_GROUP,
+            read_ahead=self._ahead(hidden_TD),
+            keep=() if answers else _latest_first(index_TK),
+            demand=_strongest_first(index_TK[:answers]) if answers else (),
         )
         for positions, addresses in groups:
             self._compute(pairs, positions, addresses, hidden_TD, out_PD)
+
+    def _ahead(self, hidden_TD: Tensor) -> tuple[int, list[int]] | None:
+        """What to read behind this layer's experts for the next one: all guesses for a prompt, which needs most experts
+        anyway; for answers alone only as many of the likelier half as bridge the time between two layers' reads."""
+        following = self.next
+        if following is None:
+            return None
+        if self.step.phase == "prefill":
+            return following.pool, following.look_ahead(hidden_TD)
+        if not self.prefetch:
+            return None
+        likely = following.look_ahead(hidden_TD, share=0.5)
+        return following.pool, self.residency.absent(following.pool, likely)[: self.prefetch]
 
     def _compute(
         self, pairs: Pairs, positions: Sequence[int], addresses: Sequence[int], hidden_TD: Tensor, out_PD: Tensor

@@ -75,6 +75,18 @@ def test_layers_of_a_step_share_its_tokens_and_seek_moves() -> None:
     assert first.route(9, three)[0].tolist() == [[10, 11], [0, 1], [2, 3]]
 
 
+def test_sequences_may_follow_stretches_of_their_own() -> None:
+    experts_LTK = np.arange(2 * 6 * 1).reshape(2, 6, 1) % 7
+    replay = RouteReplay(experts_LTK)
+    replay.place([4, 1, 13])
+    for layer in (0, 1):
+        assert replay.take(layer, 0, 3).tolist() == experts_LTK[layer, [4, 1, 1]].tolist()
+    assert replay.take(0, 1, 2).tolist() == experts_LTK[0, :2].tolist(), "then the stretch of the single one goes on"
+    with pytest.raises(AssertionError, match="were placed"):
+        replay.place([0])
+        replay.take(0, 2, 2)
+
+
 def test_the_look_ahead_has_its_recall() -> None:
     random = np.random.default_rng(0)
     truth = np.stack([random.permutation(128)[:8] for _ in range(400)])[None]

@@ -30,12 +30,15 @@ def stream_all(
     experts: Sequence[int],
     read_ahead: tuple[int, Sequence[int]] | None = None,
     keep: Sequence[int] = (),
+    demand: Sequence[int] = (),
 ) -> None:
+    """With `demand` the residents come first."""
     seen = []
-    for position, address in residency.stream(pool, experts, read_ahead=read_ahead, keep=keep):
+    for position, address in residency.stream(pool, experts, read_ahead=read_ahead, keep=keep, demand=demand):
         assert store.holds(pool, experts[position], address)
         seen.append(experts[position])
-    assert seen == sorted(experts)
+    assert sorted(seen) == sorted(experts)
+    assert demand or seen == sorted(experts)
 
 
 def check_books(residency: Residency) -> None:

@@ -368,6 +368,27 @@ def test_a_stream_leaves_what_decoding_will_want_in_free_slots(store: RecordFile
         check_books(residency)
 
 
+def test_a_stream_of_more_answers_than_slots_keeps_what_is_asked_most(store: RecordFile, queue: ReadQueue) -> None:
+    """Three experts that every step wants get the slots, however many others pass by, and are read once."""
+    with Residency(store, queue, path="hot", slots=3, ring_records=4) as residency:
+        take_all(residency, store, 2, [20, 21, 22])
+        for step in range(6):
+            passing = [9 + 2 * step, 10 + 2 * step]
+            before = reads_of(queue)
+            stream_all(residency, store, 2, [1, 5, *passing, 6], demand=[5, 1, 6, *passing])
+            assert reads_of(queue) - before == (5 if step == 0 else 2)
+            check_books(residency)
+        assert residency.resident(2) == {1, 5, 6}
+        stream_all(residency, store, 2, range(24), demand=[1])
+        assert residency.resident(2) == {1, 5, 6}, "a prompt beside the answers changes nothing"
+        with residency.acquire(2, [1, 5]) as lease:
+            assert lease.all_present
+            stream_all(residency, store, 2, list(range(7, 17)), demand=range(7, 17))
+            assert {1, 5} <= residency.resident(2), "what a lease holds does not leave"
+            assert [store.holds(2, e, a) for e, a in zip([1, 5], lease.addresses, strict=True)] == [True, True]
+        check_books(residency)
+
+
 def test_a_free_slot_that_was_taken_meanwhile_is_not_given_twice(store: RecordFile, queue: ReadQueue) -> None:
     with Residency(store, queue, path="hot", slots=3, ring_records=4) as residency:
         stream = residency.stream(2, range(24), keep=[1, 2, 3])

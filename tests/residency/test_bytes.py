@@ -87,6 +87,7 @@ class Driver:
 
     def stream(self, what: tuple[int, list[int]], ahead: tuple[int, list[int]]) -> None:
         stream_all(self.residency, self.store, *what, read_ahead=ahead, keep=what[1][::2])
+        stream_all(self.residency, self.store, *what, read_ahead=ahead, demand=what[1][1::2])
 
     def leave_stream(self, what: tuple[int, list[int]], ahead: tuple[int, list[int]], after: int) -> None:
         for count, (position, address) in enumerate(self.residency.stream(*what, read_ahead=ahead)):
@@ -96,7 +97,8 @@ class Driver:
 
     def disturb_stream(self, what: tuple[int, list[int]], other: tuple[int, list[int]], after: int) -> None:
         """Calls of every other kind while a stream is under way, on any pool."""
-        for count, (position, address) in enumerate(self.residency.stream(*what, keep=what[1])):
+        asked = {"demand": what[1][::2]} if after % 2 else {"keep": what[1]}
+        for count, (position, address) in enumerate(self.residency.stream(*what, **asked)):
             assert self.store.holds(what[0], what[1][position], address)
             if count == after:
                 self.ahead(what, 0)
