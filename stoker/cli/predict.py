@@ -135,7 +135,7 @@ def _axes(shape: "ModelShape") -> str:
 
 
 def _band(assumed: "Assumptions") -> str:
-    if assumed.worst is assumed.best:
+    if assumed.worst.name == assumed.best.name:
         return "quartiles of the disk's times"
     return f"from slow reads with {assumed.worst.name} text to fast reads with {assumed.best.name}"
 
