@@ -49,8 +49,25 @@ ENGINE: dict[str, tuple[str, float, str]] = {
     "dropped_experts": ("expert_dropped", 1, "Experts left out of a step: 0 always"),
 }
 LEDGER_PARTS = ("process", "dense", "kv", "prefix", "scratch", "slots", "ring", "reserve", "free")
-# PrefixCache.stats() entries that are amounts now; every other one only grows.
-PREFIX_GAUGES = ("ram_bytes", "disk_bytes")
+# Entry of PrefixCache.stats() -> (whether it is an amount now rather than a count since the start, help).
+PREFIX: dict[str, tuple[bool, str]] = {
+    "lookups": (False, "Prompts that were looked up"),
+    "hits": (False, "Prompts of which a beginning was found"),
+    "lookup_tokens": (False, "Tokens of the prompts that were looked up"),
+    "hit_tokens": (False, "Tokens of them that were found, in memory or on disk"),
+    "disk_hit_tokens": (False, "Tokens of them that were found on disk"),
+    "evictions": (False, "Pieces of prefixes that left memory"),
+    "ram_blocks": (True, "Pieces of prefixes in memory"),
+    "ram_bytes": (True, "Bytes of prefixes in memory"),
+    "disk_bytes": (True, "Bytes of prefixes on disk, of all models that share the directory"),
+    "disk_pending": (True, "Pieces that wait to be written to disk"),
+    "disk_reads": (False, "Pieces read from disk"),
+    "disk_read_bytes": (False, "Bytes read from disk"),
+    "disk_writes": (False, "Pieces written to disk"),
+    "disk_written_bytes": (False, "Bytes written to disk"),
+    "disk_evictions": (False, "Pieces removed from disk to keep to its limit"),
+    "discarded": (False, "Pieces on disk that were damaged or foreign, and removed"),
+}
 
 
 class RequestCounts:
@@ -192,11 +209,9 @@ def _ledgers(loaded: Mapping[str, Service]) -> Iterator[Metric]:
 
 def _prefixes(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     stats = {name: service.prefix.stats() for name, service in loaded.items() if service.prefix is not None}
-    for field in sorted({field for counts in stats.values() for field in counts}):
-        rows = [({"model": model}, counts[field]) for model, counts in stats.items() if field in counts]
-        text = f"Prefix cache: {field.replace('_', ' ')}"
-        family = _gauge if field in PREFIX_GAUGES else _counter
-        yield family(f"prefix_{field}", text, rows)
+    for field, (now, text) in PREFIX.items():
+        rows = [({"model": model}, counts[field]) for model, counts in stats.items()]
+        yield (_gauge if now else _counter)(f"prefix_{field}", f"Prefix cache: {text[0].lower()}{text[1:]}", rows)
 
 
 Rows = Sequence[tuple[Mapping[str, str], float]]

@@ -30,6 +30,9 @@ export function startChat(model) {
   prompt.addEventListener("keydown", promptKey);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) stop();
+    // Who starts to type where nothing is chosen means the message.
+    const letter = event.key.length === 1 && event.key !== " " && !event.ctrlKey && !event.metaKey && !event.altKey;
+    if (letter && event.target === document.body) prompt.focus();
   });
   scroll.addEventListener("scroll", () => {
     stick = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;

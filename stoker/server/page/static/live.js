@@ -275,6 +275,11 @@ function showTotals(sample, model) {
     rows.push(["read from the disk", bytes(counters.demand_bytes + counters.prefetch_bytes)]);
     rows.push(["experts dropped", count(counters.dropped_experts)]);
   }
+  if (model.prefix) {
+    const { hit_tokens: found, lookup_tokens: asked, ram_bytes: ram, disk_bytes: disk } = model.prefix;
+    rows.push(["prompt tokens in cached prefixes", `${count(found)} of ${count(asked)}`]);
+    rows.push(["prefixes kept", disk ? `${bytes(ram)}, ${bytes(disk)} on disk` : bytes(ram)]);
+  }
   rows.push(["up for", seconds(sample.uptime_s)], ["version", sample.version]);
   $("totals").replaceChildren(...rows.flatMap(([label, value]) => [
     Object.assign(document.createElement("dt"), { textContent: label }),
