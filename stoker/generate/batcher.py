@@ -299,11 +299,15 @@ class Batcher:
             self._leave(ticket)
 
     def _remember(self, ticket: Ticket) -> None:
-        """Keep the state on the way through a prompt, where `_cut` paused."""
+        """Keep what a prompt has so far: its blocks, or its state where `_cut` paused for that."""
         done, total = ticket.sequence.length, len(ticket.ids)
-        if self._prefix is not None and ticket.job.cache and self._prefix.pause(done - 1, total) == done < total:
-            with self._model._lock:
+        if self._prefix is None or not ticket.job.cache:
+            return
+        with self._model._lock:
+            if self._prefix.pause(done - 1, total) == done < total:
                 self._prefix.keep(ticket.sequence)
+            else:
+                self._prefix.keep_blocks(ticket.sequence)
 
     def _leave(self, ticket: Ticket, error: StokerError | None = None) -> None:
         """The end of a job: its state goes first, so that whoever is told may find the room free."""

@@ -6,6 +6,7 @@ states, sliding windows. Knows transformers' cache layers; neither models nor wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import platform
@@ -43,6 +44,7 @@ def software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "machine": platform.machine(),
         "kernels": kernels.isa(),
+        "build": hashlib.sha256(Path(kernels._kernels.__file__).read_bytes()).hexdigest(),
     }
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 from stoker.generate.prefix.cache import PrefixCache
 from stoker.generate.prefix.disk import borrow
-from stoker.generate.prefix.fingerprint import fingerprint_of
-from stoker.generate.prefix.places import PagedPlaces, Places, TensorPlaces
-from stoker.runtime import snapshot
 
 __all__ = ["PrefixCache", "open_prefix_cache", "why_not"]
 
@@ -21,6 +18,8 @@ DEFAULT_SIZE_BYTES = 8 << 30
 
 def why_not(runtime: Any) -> str | None:
     """Why prefixes of this model cannot be kept, or None."""
+    from stoker.runtime import snapshot
+
     if runtime.kv is not None:
         return None
     kind = snapshot.unsupported(runtime.config)
@@ -40,6 +39,10 @@ def open_prefix_cache(
     directory: keep blocks on disk too, at most `size_bytes` over all models that share it; they outlive the process.
     Raises OptionError where the directory cannot be used or another process uses it.
     """
+    from stoker.generate.prefix.fingerprint import fingerprint_of
+    from stoker.generate.prefix.places import PagedPlaces, Places, TensorPlaces
+    from stoker.runtime import snapshot
+
     if why_not(runtime) is not None:
         return None
     places: Places

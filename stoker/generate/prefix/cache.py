@@ -10,16 +10,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.errors import StokerError
 from stoker.generate.prefix.disk import Directory, give_back
-from stoker.generate.prefix.places import Places
 from stoker.generate.prefix.segments import Draft, Segment, checksum
 from stoker.generate.prefix.tree import BLOCK_TOKENS, Node, Tree, after, key_of, tokens_of
 
+if TYPE_CHECKING:
+    from stoker.generate.prefix.places import Places
+
 SEGMENT_BYTES = 16 << 20
 READERS = 2
+WRITE_TIMEOUT_S = 10.0  # a disk that takes longer for one segment has no say in who gets memory
 # A chat template ends a prompt with a few tokens that the next turn's rendering does not repeat (it may leave out the
 # reasoning); a state kept this many tokens before the end is still in front of them.
 STATE_MARGIN_TOKENS = 8
@@ -91,10 +94,18 @@ class PrefixCache:
         self._counts.hit_tokens += filled
         return filled
 
+    def keep_blocks(self, sequence: Any) -> None:
+        """Remember the full blocks of a sequence that goes on: others may begin alike before it ends."""
+        if not self._places.stateful:
+            self._collect()
+            path = self._hold_rows(sequence, sequence.length // BLOCK_TOKENS * BLOCK_TOKENS)
+            self._touch(path)
+            self._write(path)
+
     def keep(self, sequence: Any) -> None:
         """Remember every token of the sequence, which may go on or be closed."""
         self._collect()
-        path = self._hold_rows(sequence)
+        path = self._hold_rows(sequence, sequence.length)
         if self._places.stateful and path and path[-1].end == sequence.length:
             state = self._tree.child(path[-1], b"")
             if self._hold(sequence, state, path):
@@ -182,7 +193,9 @@ class PrefixCache:
                     self._tree.prune(node)
             if enough() or self._directory is None or not self._directory.pending:
                 return
-            self._directory.settle(orders=self._directory.pending - 1)  # what is being written cannot go before it is
+            # What is being written cannot go before it is.
+            if not self._directory.settle(WRITE_TIMEOUT_S, orders=max(self._directory.pending - 1, 0)):
+                return
             self._land()
 
     # ---- match -------------------------------------------------------------------------------------------------------
@@ -259,9 +272,9 @@ class PrefixCache:
 
     # ---- keep --------------------------------------------------------------------------------------------------------
 
-    def _hold_rows(self, sequence: Any) -> list[Node]:
-        """The blocks of a sequence, each with a place in memory, as far as there is room."""
-        key, width = key_of(sequence.ids), BLOCK_TOKENS * len(key_of([0]))
+    def _hold_rows(self, sequence: Any, tokens: int) -> list[Node]:
+        """The blocks of a sequence's first tokens, each with a place in memory, as far as there is room."""
+        key, width = key_of(sequence.ids[:tokens]), BLOCK_TOKENS * len(key_of([0]))
         path: list[Node] = []
         node = self._tree.root
         for at in range(0, len(key), width):

@@ -32,6 +32,7 @@ from stoker.generate.prefix.segments import (
 log = logging.getLogger("stoker.prefix")
 LOCK = "lock"
 LOW_PRIORITY = 10  # nice value of the writing thread
+MOST_BLOCKS = 1 << 15  # each is known in memory by about a KiB
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -54,7 +55,7 @@ class Order:
 
 
 class Directory:
-    """Segments on disk, at most `size_bytes` in all, least recently used first to go."""
+    """Segments on disk, at most `size_bytes` and MOST_BLOCKS blocks in all, least recently used first to go."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         """Raises OptionError where the directory cannot be used, or another process uses it."""
@@ -64,7 +65,7 @@ class Directory:
         self._lock_fd = _lock(path)
         self._guard = threading.Condition()
         self._segments: OrderedDict[Path, Segment] = OrderedDict()  # least recently used first
-        self._total_bytes = 0
+        self._total_bytes = self._blocks = 0
         self._orders: deque[Order] = deque()
         self._busy = self._hurried = self._closed = False
         self._writing = True  # until the disk is full
@@ -114,11 +115,9 @@ class Directory:
         with self._guard:
             if segment.gone:
                 return
-            segment.gone = True
             if self._segments.get(segment.path) is segment:
-                del self._segments[segment.path]
-                self._total_bytes -= segment.nbytes
-                segment.path.unlink(missing_ok=True)
+                self._remove(segment)
+                _unlink(segment.path)
             if why is not None:
                 self.counts.discarded += 1
                 log.warning("prefix cache: %s is discarded: %s", segment.path, why)
@@ -157,18 +156,28 @@ class Directory:
         found = []
         for file in self.path.iterdir():
             if file.suffix == PARTIAL:
-                file.unlink(missing_ok=True)
+                _unlink(file)
             elif file.suffix == SUFFIX:
                 try:
                     found.append(read_segment(file))
                 except (Damaged, OSError) as problem:
                     self.counts.discarded += 1
                     log.warning("prefix cache: %s is discarded: %s", file, problem)
-                    file.unlink(missing_ok=True)
+                    _unlink(file)
         for segment in sorted(found, key=lambda one: (one.used_ns, -one.start)):
-            self._segments[segment.path] = segment
-            self._total_bytes += segment.nbytes
+            self._add(segment)
         self._shrink(0)
+
+    def _add(self, segment: Segment) -> None:
+        self._segments[segment.path] = segment
+        self._total_bytes += segment.nbytes
+        self._blocks += len(segment.parts)
+
+    def _remove(self, segment: Segment) -> None:
+        segment.gone = True
+        del self._segments[segment.path]
+        self._total_bytes -= segment.nbytes
+        self._blocks -= len(segment.parts)
 
     # ---- the writing thread ----------------------------------------------------------------------------------------
 
@@ -185,11 +194,13 @@ class Directory:
             segment = None
             try:
                 segment = self._write(order.draft) if self._writing else None
-            finally:
-                order.done(segment)
-                with self._guard:
-                    self._busy = False
-                    self._guard.notify_all()
+            except Exception:  # whoever waits for the writer must not wait for ever
+                self._writing = False
+                log.exception("prefix cache: %s: nothing more is written until the next start", self.path)
+            order.done(segment)
+            with self._guard:
+                self._busy = False
+                self._guard.notify_all()
 
     def _write(self, draft: Draft) -> Segment | None:
         self._shrink(draft.file_bytes)
@@ -202,26 +213,33 @@ class Directory:
             log.warning("prefix cache: %s: %s; %s", self.path, problem.strerror, what)
             return None
         with self._guard:
-            replaced = self._segments.pop(segment.path, None)
+            replaced = self._segments.get(segment.path)
             if replaced is not None:
-                replaced.gone = True
-                self._total_bytes -= replaced.nbytes
+                self._remove(replaced)
             segment.used_ns = time.time_ns()
-            self._segments[segment.path] = segment
-            self._total_bytes += segment.nbytes
+            self._add(segment)
             self.counts.writes += 1
             self.counts.written_bytes += segment.nbytes
+        self._shrink(0)
         return segment
 
     def _shrink(self, room: int) -> None:
         """Remove the least recently used until `room` bytes more fit."""
         while True:
             with self._guard:
-                if not self._segments or self._total_bytes + room <= self.size_bytes:
+                fits = self._total_bytes + room <= self.size_bytes and self._blocks <= MOST_BLOCKS
+                if fits or not self._segments:
                     return
                 oldest = next(iter(self._segments.values()))
                 self.counts.evictions += 1
                 self.discard(oldest, None)
+
+
+def _unlink(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as problem:
+        log.warning("prefix cache: %s cannot be removed: %s", file, problem.strerror)
 
 
 class _Pace:
@@ -259,6 +277,18 @@ def _lock(path: Path) -> int:
     os.truncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def remove_all(path: Path) -> int:
+    """Remove every file of a cache that no process uses; how many there were. Raises OptionError."""
+    fd = _lock(path)
+    try:
+        files = [file for file in path.iterdir() if file.suffix in (SUFFIX, PARTIAL)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
+    finally:
+        os.close(fd)
 
 
 _open: dict[Path, Directory] = {}

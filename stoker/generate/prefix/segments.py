@@ -54,6 +54,10 @@ class Segment:
     gone: bool = False
     nodes: list[Any] = field(default_factory=list)  # the tree's, in the order of parts
 
+    @property
+    def tokens(self) -> int:
+        return sum(tokens_of(part.key) for part in self.parts)
+
     def digests(self) -> list[bytes]:
         found, digest = [], self.parent
         for part in self.parts:
@@ -188,8 +192,3 @@ def _segment(path: Path, header: dict[str, Any], offset: int) -> Segment:
         offset += nbytes
     start, fingerprint, parent = header["start"], bytes.fromhex(header["fingerprint"]), bytes.fromhex(header["parent"])
     return Segment(path, fingerprint, parent, start, tuple(parts), offset)
-
-
-def end_of(segment: Segment) -> int:
-    """Tokens up to the end of the segment's last block."""
-    return segment.start + sum(tokens_of(part.key) for part in segment.parts)

@@ -64,16 +64,16 @@ def _flip(file: Path, offset: int) -> None:
     file.write_bytes(raw)
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
+DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: _cut(file, 0),
     "cut in the header": lambda file: _cut(file, 100),
     "cut in the data": lambda file: _cut(file, file.stat().st_size - 1),
-    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x") and None,
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
     "magic": lambda file: _flip(file, 3),
     "header": lambda file: _flip(file, 60),
     "length": lambda file: _flip(file, 11),
-    "foreign": lambda file: file.write_bytes(b"{}" * 5000) and None,
-    "renamed": lambda file: file.rename(file.with_name("00" * 16 + SUFFIX)) and None,
+    "foreign": lambda file: file.write_bytes(b"{}" * 5000),
+    "renamed": lambda file: file.rename(file.with_name("00" * 16 + SUFFIX)),
 }
 
 

@@ -142,12 +142,11 @@ def test_what_depends_on_another_model_or_arithmetic_is_never_used(packed: Packe
     with Talk(packed("qwen3_moe", 8), tmp_path) as talk:
         talk.answer(FIRST)
     for store, options in (
-        (packed("qwen3_moe", 4), {}),
-        (packed("qwen3_moe", 8), {"activation_bits": 8}),
-        (packed("olmoe", 8), {}),
+        (packed("qwen3_moe", 4), Options(memory="8GiB", ctx_size=1024)),
+        (packed("qwen3_moe", 8), Options(memory="8GiB", ctx_size=1024, activation_bits=8)),
+        (packed("olmoe", 8), Options(memory="8GiB", ctx_size=1024)),
     ):
-        runtime = load(store, Options(memory="8GiB", ctx_size=1024, **options))
-        with Talk(store, tmp_path, runtime=runtime) as talk:
+        with Talk(store, tmp_path, runtime=load(store, options)) as talk:
             cached, logits = talk.answer(turn)
             assert cached == 0 and torch.equal(logits, talk.fresh(turn))
             assert talk.cache.stats()["discarded"] == 0
