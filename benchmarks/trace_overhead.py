@@ -5,10 +5,11 @@
 Every expert is in memory (the worst case: nothing to wait for hides the recorder), unless NAME ends in "-streamed":
 then the store runs at half of its experts, with reads and evictions to record. A pair is a block with and a block
 without, in an order that alternates (whole blocks count: routes are copied every few steps); the overhead is the median
-pair's. The bar is 2%.
+pair's. Where other programs take the processor, the processor's time tells more than the clock's. The bar is 2%.
 """
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -46,20 +47,21 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
         sequence = runtime.new_sequence()
         runtime.prefill(sequence, PROMPT)
 
-        def steps_ms(recorder: TraceWriter | None, steps: int) -> list[float]:
+        def steps_ms(recorder: TraceWriter | None, steps: int) -> tuple[list[float], float]:
+            """Each step's ms, and the ms of the processor that all of them took."""
             record_to(runtime, recorder)
-            times = []
+            times, spent = [], time.process_time()
             for _ in range(steps):
                 started = time.perf_counter()
                 runtime.decode([sequence], [generator.randrange(runtime.vocab_size)])
                 times.append((time.perf_counter() - started) * 1e3)
-            return times
+            return times, (time.process_time() - spent) * 1e3
 
         steps_ms(writer, 2 * block)
         steps_ms(None, block)
         before = runtime.stats()["misses"]
-        on: list[list[float]] = []
-        off: list[list[float]] = []
+        on: list[tuple[list[float], float]] = []
+        off: list[tuple[list[float], float]] = []
         for pair in range(pairs):
             for recorder in (writer, None) if pair % 2 else (None, writer):
                 (off if recorder is None else on).append(steps_ms(recorder, block))
@@ -69,18 +71,21 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
             raise SystemExit(
                 f"{store}: {missed} experts were not in memory at {memory}: these would be times of the disk"
             )
-    changes = [sum(a) / sum(b) - 1 for a, b in zip(on, off, strict=True)]
-    low, high = interval(changes)
+    clock = [sum(a) / sum(b) - 1 for (a, _), (b, _) in zip(on, off, strict=True)]
+    processor = [a / b - 1 for (_, a), (_, b) in zip(on, off, strict=True)]
     return {
         "store": store.name,
         "memory": memory,
         "streamed": streamed,
         "misses": missed,
-        "overhead": statistics.median(changes),
-        "overhead_95": [low, high],
-        "within_bar": statistics.median(changes) < BAR,
-        "off_ms": spread([time for block in off for time in block]),
-        "on_ms": spread([time for block in on for time in block]),
+        "overhead": statistics.median(clock),
+        "overhead_95": interval(clock),
+        "processor_overhead": statistics.median(processor),
+        "processor_overhead_95": interval(processor),
+        "within_bar": statistics.median(clock) < BAR,
+        "load_average": os.getloadavg()[0],
+        "off_ms": spread([time for times, _ in off for time in times]),
+        "on_ms": spread([time for times, _ in on for time in times]),
         "pairs": pairs,
         "steps_a_block": block,
     }
@@ -91,6 +96,11 @@ def interval(samples: list[float], draws: int = 2000) -> tuple[float, float]:
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(samples, k=len(samples))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def told(found: dict[str, Any], name: str) -> str:
+    low, high = found[f"{name}_95"]
+    return f"{found[name]:+.2%} ({low:+.2%} to {high:+.2%})"
 
 
 def main() -> None:
@@ -112,10 +122,10 @@ def main() -> None:
         memory = options.streamed_memory if streamed else options.memory
         with tempfile.TemporaryDirectory(prefix="stoker-trace-") as scratch:
             cases[name] = measure(Path(store), memory, options.pairs, options.block, streamed, Path(scratch))
-        low, high = cases[name]["overhead_95"]
+        found = cases[name]
         print(
-            f"{name}: {100 * cases[name]['overhead']:+.2f}% ({100 * low:+.2f} to {100 * high:+.2f}), "
-            f"{cases[name]['off_ms']['median']:.2f} ms a step without"
+            f"{name}: {told(found, 'overhead')}, of the processor's time {told(found, 'processor_overhead')}, "
+            f"{found['off_ms']['median']:.2f} ms a step without"
         )
     write_result(options.output, {"bar": BAR, "cases": cases})
 
