@@ -14,10 +14,11 @@ from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
 from stoker.errors import OptionError, StokerError
+from stoker.generate.answers.harmony import CHANNEL, END, MESSAGE
 from stoker.generate.vocabulary import Vocabulary
 
-# Nothing that a grammar does in one step may hold the other sequences up for longer.
-_SLOWEST_MASK_S = 2.0
+# Nothing that a grammar does in one step may hold the other sequences up for longer; of the processor's own time.
+_SLOWEST_MASK_S = 1.0
 # A state of the lexer takes up to 2 kB; what one request may make of them stays below 16 MB.
 _LIMITS = {"max_lexer_states": 8_000, "max_grammar_size": 100_000, "verbose_errors": False}
 _KEPT_GRAMMARS = 4
@@ -57,12 +58,11 @@ class Guided:
             return self._only_close if self._left is not None and self._left <= 0 else self._still_thinking
         if self._matcher is None:
             return None
-        begin = time.perf_counter()
+        begin = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        if self._matcher.is_error() or time.perf_counter() - begin > _SLOWEST_MASK_S:
-            raise StokerError(
-                "the grammar of the answer became too complex", got=self._matcher.get_error() or "a slow step"
-            )
+        if self._matcher.is_error() or time.thread_time() - begin > _SLOWEST_MASK_S:
+            reason = _reason(self._matcher.get_error()) or "a slow step"
+            raise OptionError("the grammar of the answer became too complex while it was held to", got=reason)
         if len(self._ends) and self._allows(int(self._ends[0])):
             _set(self._words, self._ends, True)
         if not self._begun and self._open is not None:
@@ -87,6 +87,46 @@ class Guided:
 
     def _allows(self, token: int) -> bool:
         return bool(self._words[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+
+class Channels:
+    """Bounds the reasoning of a gpt-oss answer: after `thinking_tokens` on the analysis channel its message is ended.
+
+    Everything else is up to `inner`, the grammar, where there is one.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, inner: Guided | None, thinking_tokens: int) -> None:
+        self._inner, self._left, self._vocabulary = inner, thinking_tokens, vocabulary
+        self._channel, self._message, self._end = (vocabulary.token(mark) for mark in (CHANNEL, MESSAGE, END))
+        self._header: list[int] | None = None
+        self._reasons = False
+        self._only_end = np.zeros((vocabulary.tokens + 31) // 32, dtype=np.uint32)
+        if self._end is not None:
+            _set(self._only_end, np.asarray([self._end]), True)
+
+    def mask(self) -> NDArray[np.uint32] | None:
+        if self._reasons and self._left <= 0:
+            return self._only_end
+        return None if self._inner is None else self._inner.mask()
+
+    def accept(self, token: int) -> None:
+        if self._inner is not None:
+            self._inner.accept(token)
+        if token == self._channel:
+            self._header = []
+        elif token == self._message:
+            text = self._vocabulary.ll.decode_str(self._header or [])
+            self._reasons, self._header = text.strip().startswith("analysis"), None
+        elif token == self._end:
+            self._reasons = False
+        elif self._header is not None:
+            self._header.append(token)
+        elif self._reasons:
+            self._left -= 1
+
+    @property
+    def ended(self) -> bool:
+        return self._inner is not None and self._inner.ended
 
 
 _compiled: "OrderedDict[tuple[int, str], LLMatcher]" = OrderedDict()
@@ -116,9 +156,9 @@ def _compile(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary.ll, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))  # type: ignore[arg-type]
     if not matcher.is_error():
         words = np.zeros((vocabulary.tokens + 31) // 32, dtype=np.uint32)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if time.perf_counter() - begin > _SLOWEST_MASK_S:
+        if time.thread_time() - begin > _SLOWEST_MASK_S:
             raise OptionError("the grammar is too complex", got="its first step alone took too long")
     if matcher.is_error():
         raise OptionError("the grammar cannot be held to", got=_reason(matcher.get_error()))

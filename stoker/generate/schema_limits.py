@@ -11,6 +11,7 @@ from stoker.errors import OptionError
 
 MOST_BYTES = 256 * 1024
 DEEPEST = 48
+MOST_PROPERTIES = 512  # of one object: what may be left out costs by the square
 _HEAVIEST_PATTERN = 20_000
 _LONGEST_PATTERN = 4_000
 _UNBOUNDED = 8  # what `*` and `+` weigh: they loop, and cost no copies
@@ -30,6 +31,8 @@ def check_schema(schema: Any, where: str) -> str:
     for depth, key, value in _nodes(schema, 1):
         if depth > DEEPEST:
             raise _refused(where, "the schema is nested too deeply", f"at most {DEEPEST} levels", f"more, at {key}")
+        if key == "properties" and isinstance(value, Mapping) and len(value) > MOST_PROPERTIES:
+            raise _refused(where, "an object has too many properties", f"at most {MOST_PROPERTIES}", f"{len(value)}")
         patterns = [value] if key == "pattern" else list(value) if key == "patternProperties" else []
         for pattern in patterns:
             if isinstance(pattern, str):

@@ -24,12 +24,7 @@ class Vocabulary:
         first = list(self.ends) or [vocab_tokens - 1]
         self.ll = from_tokenizer(tokenizer, n_vocab=vocab_tokens, eos_token=first)
         self._tokenizer = tokenizer
-        special = {
-            str(token): index
-            for index, token in tokenizer.added_tokens_decoder.items()
-            if self.ll.is_special_token(index)
-        }
-        self._special = special
+        self._special = special = special_tokens(tokenizer)
         words = sorted(special, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
 
@@ -38,15 +33,16 @@ class Vocabulary:
         parts = self._split.split(text) if self._split else [text]
         return [self._special.get(part, part) for part in parts if part]
 
-    def has_special(self, text: str) -> bool:
-        """Whether a special token stands in `text`: decoding without special tokens would lose it."""
-        return any(isinstance(piece, int) for piece in self.pieces(text))
-
     def token(self, text: str) -> int | None:
         """The one added token that is `text`, special or not."""
         return next(
             (index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) == text), None
         )
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Special tokens by their text: those that decoding leaves out where it is told to."""
+    return {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 _vocabularies: "WeakKeyDictionary[Any, Vocabulary]" = WeakKeyDictionary()

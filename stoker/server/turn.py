@@ -17,12 +17,12 @@ from stoker.generate.answers.learn import Dialect, dialect_of
 from stoker.generate.answers.parser import Parser
 from stoker.generate.answers.parts import AnswerParser, Plain
 from stoker.generate.chat_template import chat_text, has_chat_template
-from stoker.generate.constraint import Guided, compile_grammar, reasoning_tokens
+from stoker.generate.constraint import Channels, Guided, compile_grammar, reasoning_tokens
 from stoker.generate.grammar import Function, Grammar, Shape, harmony_grammar
-from stoker.generate.job import Job
+from stoker.generate.job import Constraint, Job
 from stoker.generate.request import Request, SamplingOptions
 from stoker.generate.schema_limits import check_schema
-from stoker.generate.vocabulary import Vocabulary, vocabulary_of
+from stoker.generate.vocabulary import Vocabulary, special_tokens, vocabulary_of
 from stoker.server.messages import for_template
 
 log = logging.getLogger("stoker.server")
@@ -109,13 +109,12 @@ def prepare(service: Served, turn: Turn) -> tuple[Job, AnswerParser]:
     ids = service.encode(prompt)
     think = dialect.think
     thinking = think is not None and prompt.rstrip().endswith(think.open)
-    runtime = service.model.runtime
-    constraint, marked = None, dialect.harmony
-    shape = _shape(turn, functions)
-    if shape is not None or turn.thinking_tokens is not None or functions or think is not None:
+    constraint, shape, budget = None, _shape(turn, functions), _thinking_tokens(service, dialect, turn)
+    if shape is not None or budget is not None:
+        runtime = service.model.runtime
         vocabulary = vocabulary_of(service.model.tokenizer, runtime.vocab_size, runtime.eos_token_ids)
-        constraint = _constraint(vocabulary, dialect, turn, shape, thinking=thinking)
-        marked = marked or _has_marks(vocabulary, dialect, functions)
+        constraint = _constraint(vocabulary, dialect, shape, budget, thinking=thinking)
+    marked = dialect.harmony or _has_marks(service.model.tokenizer, dialect, functions)
     request = Request(
         tuple(ids),
         service.sampling(turn.sampling),
@@ -198,18 +197,23 @@ def _shape(turn: Turn, functions: tuple[Function, ...]) -> Shape | None:
 
 
 def _constraint(
-    vocabulary: Vocabulary, dialect: Dialect, turn: Turn, shape: Shape | None, *, thinking: bool
-) -> Guided | None:
+    vocabulary: Vocabulary, dialect: Dialect, shape: Shape | None, budget: int | None, *, thinking: bool
+) -> Constraint | None:
+    """budget: the most tokens of reasoning."""
     opens, closes = reasoning_tokens(vocabulary, dialect.think)
-    budget = turn.thinking_tokens if closes is not None else None
-    if shape is None and budget is None:
-        return None
     gate = {"think_open": opens, "think_close": closes, "thinking": thinking} if closes is not None else {}
-    matcher = None
+    guided = None
     if shape is not None:
-        mark = dialect.think if dialect.think is not None and closes is None else None
+        mark = dialect.think if closes is None else None
         matcher = _matcher(vocabulary, dialect, shape, mark, thinking=thinking)
-    return Guided(vocabulary, matcher, thinking_tokens=budget, **gate)  # type: ignore[arg-type]
+        guided = Guided(vocabulary, matcher, thinking_tokens=budget, **gate)  # type: ignore[arg-type]
+    if budget is None or (dialect.think is None and not dialect.harmony):
+        return guided  # a model that does not reason spends none
+    if dialect.harmony:
+        return Channels(vocabulary, guided, budget)
+    if closes is None:
+        raise refused("thinking_tokens", "this model's reasoning cannot be bounded: its marks are no single tokens")
+    return guided or Guided(vocabulary, None, thinking_tokens=budget, **gate)  # type: ignore[arg-type]
 
 
 def _matcher(vocabulary: Vocabulary, dialect: Dialect, shape: Shape, mark: Think | None, *, thinking: bool) -> Any:
@@ -247,31 +251,46 @@ def _held(vocabulary: Vocabulary, text: Any, function: Function) -> Function:
         return replace(function, parameters={"type": "object"})
 
 
-def _has_marks(vocabulary: Vocabulary, dialect: Dialect, functions: tuple[Function, ...]) -> bool:
+def _has_marks(tokenizer: Any, dialect: Dialect, functions: tuple[Function, ...]) -> bool:
     """Whether the parser needs special tokens as text."""
     think, layout = dialect.think, dialect.layout
-    marks = [think.open, think.close] if think is not None else []
+    marks = think.open + think.close if think is not None else ""
     if functions:
-        marks.append(layout.text([("name", "{}", "id"), ("name", '{"key": "value"}', "id")]))
-    return any(vocabulary.has_special(mark) for mark in marks)
+        marks += layout.text([("name", "{}", "id"), ("name", '{"key": "value"}', "id")])
+    return any(token in marks for token in special_tokens(tokenizer))
 
 
 def _variables(dialect: Dialect, template: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the template: those that it knows. reasoning_effort turns reasoning on and off where there is a
-    switch and no effort; a model that does not reason spends none, whatever the effort."""
+    """Variables for the template: those that it knows. A reasoning_effort turns reasoning on or off where the template
+    has a switch and no effort; a model that does not reason spends none, whatever the effort."""
     given = dict(asked)
     effort = given.get("reasoning_effort")
-    if effort is not None and "reasoning_effort" not in template:
+    if effort is not None and "reasoning_effort" in template:
+        if dialect.harmony:  # knows three
+            given["reasoning_effort"] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}.get(
+                effort, effort
+            )
+    elif effort is not None:
         del given["reasoning_effort"]
-        switch = next((name for name in _SWITCHES if _mentions(template, name)), None)
+        switch = _switch(template)
         if switch is not None:
             given.setdefault(switch, effort != "none")
-        elif dialect.think is not None and effort == "none":
-            raise refused("reasoning_effort", "this model's reasoning cannot be turned off", got=effort)
     for name in given:
         if not _mentions(template, name):
             raise refused(f"template.{name}", "the model's chat template has no such variable", got=name)
     return given
+
+
+def _thinking_tokens(service: Served, dialect: Dialect, turn: Turn) -> int | None:
+    """The most tokens of reasoning. An effort of none is 0 where the template cannot turn reasoning off."""
+    if turn.template.get("reasoning_effort") != "none":
+        return turn.thinking_tokens
+    reasons = dialect.harmony or dialect.think is not None
+    return 0 if reasons and _switch(str(service.model.tokenizer.chat_template)) is None else turn.thinking_tokens
+
+
+def _switch(template: str) -> str | None:
+    return next((name for name in _SWITCHES if _mentions(template, name)), None)
 
 
 def _mentions(template: str, name: str) -> bool:

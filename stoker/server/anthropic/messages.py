@@ -34,7 +34,7 @@ _NAMES = {
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "format": "output_config.format.schema",
-    "reasoning_effort": "thinking",
+    "thinking_tokens": "thinking.budget_tokens",
     r"template\.(enable_)?thinking": "thinking",
 }
 

@@ -33,7 +33,7 @@ _NAMES = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     "format": "text.format.schema",
     "messages": "input",
-    "reasoning_effort": "reasoning.effort",
+    "thinking_tokens": "reasoning.effort",
     r"template\.(enable_)?thinking": "reasoning.effort",
 }
 
