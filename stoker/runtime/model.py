@@ -80,8 +80,9 @@ class Runtime:
         started = time.perf_counter()
         self.depth, self.device_bytes_per_s = options.depth, 0.0
         if self.depth is None:
-            found = measured_depth(store, backend=options.io_backend, direct=options.direct)
-            self.depth, self.device_bytes_per_s = found
+            self.depth, self.device_bytes_per_s = measured_depth(
+                store, backend=options.io_backend, direct=options.direct, parallel=options.parallel
+            )
         self.queue = ReadQueue(depth=self.depth, backend=options.io_backend, direct=options.direct)
         self.residency = Residency(
             store,

@@ -234,3 +234,37 @@ def test_speed_on_a_large_vocabulary(options: SamplingOptions, limit_ms: float) 
             sampler.sample(logits_V)
             taken.append(time.perf_counter() - start)
         assert min(taken) * 1e3 < limit_ms
+
+
+def mask_of(allowed: list[int], vocab_tokens: int = VOCAB_TOKENS) -> np.ndarray:
+    bits = np.zeros(-(-vocab_tokens // 32) * 32, dtype=np.uint8)
+    bits[allowed] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
+
+
+@pytest.mark.parametrize("options", [SamplingOptions(), SamplingOptions(temperature=0.9, top_k=5, seed=1),
+                                     SamplingOptions(temperature=2.0, top_p=0.7, min_p=0.01, seed=2),
+                                     SamplingOptions(temperature=1.0, repetition_penalty=1.4, seed=3)])  # fmt: skip
+def test_a_mask_comes_before_everything_else(options: SamplingOptions) -> None:
+    """As if the model knew the allowed tokens alone: the distribution is that of the logits with -inf elsewhere."""
+    allowed = [0, 31, 32, 500, VOCAB_TOKENS - 1]
+    masked, plain = Sampler(options, VOCAB_TOKENS, [500]), Sampler(options, VOCAB_TOKENS, [500])
+    for seed in range(40):
+        logits_V = logits_of(seed)
+        kept_V = np.full_like(logits_V, -np.inf)
+        kept_V[allowed] = logits_V[allowed]
+        before = logits_V.copy()
+        token = masked.sample(logits_V, mask_of(allowed)).token
+        assert token in allowed and token == plain.sample(kept_V).token
+        assert np.array_equal(before, logits_V)
+
+
+def test_a_mask_changes_no_logprob_and_may_be_short() -> None:
+    logits_V = logits_of(1)
+    sampler = Sampler(SamplingOptions(logprobs=2), VOCAB_TOKENS)
+    free, bound = sampler.sample(logits_V), sampler.sample(logits_V, mask_of([3]))
+    assert (bound.token, bound.logprob, bound.top) == (3, pytest.approx(log_softmax(logits_V)[3]), free.top)
+    short = np.array([1 << 7], dtype=np.uint32)
+    assert sampler.sample(logits_V, short).token == 7
+    with pytest.raises(StokerError, match="allows no token"):
+        sampler.sample(logits_V, mask_of([]))

@@ -58,3 +58,15 @@ def test_a_context_that_would_fit_is_named() -> None:
 def test_when_everything_fits_everything_is_resident() -> None:
     ledger = plan_memory(24 << 30, needs())
     assert ledger.slots == (128,) * 48 and ledger.resident_share == 1.0
+
+
+def test_the_kv_of_all_sequences_is_paid_for_and_named_when_it_is_too_much() -> None:
+    one = needs()
+    many = needs(kv_bytes=98304 * 65536, kv_tokens=65536)
+    assert floor_bytes(many) - floor_bytes(one) == 98304 * (65536 - 4096)
+    assert "65536 tokens, at most 4096 a sequence" in "\n".join(plan_memory(12 << 30, many).lines())
+    with pytest.raises(BudgetError, match="KV of 65536 tokens") as refused:
+        plan_memory(4 << 30, many)
+    assert refused.value.remedy is not None
+    tokens = int(refused.value.remedy.split("--kv-tokens ")[1].split()[0])
+    assert tokens >= 4096 and plan_memory(4 << 30, needs(kv_bytes=98304 * tokens, kv_tokens=tokens))

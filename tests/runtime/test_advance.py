@@ -1,0 +1,78 @@
+"""A step of parts of several sequences: rows in the order asked, equal to single steps, undone when it fails."""
+
+import pytest
+import torch
+
+from stoker.errors import OptionError
+from stoker.runtime.model import Options, load
+from stoker.runtime.sequence import CacheSequence, cache_state_bytes
+from stoker.runtime.step import Part
+from tests.runtime.conftest import Packer
+
+PROMPT = list(range(3, 80))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_parts_of_a_step_equal_steps_of_their_own(name: str, packed: Packer) -> None:
+    options = Options(memory="8GiB", ctx_size=128, kv_tokens=512, prefill_chunk=32, threads=1)
+    with load(packed(name, 4), options) as runtime:
+        alone = runtime.new_sequence()
+        wanted = [runtime.prefill(alone, PROMPT), runtime.decode([alone], [9])[0], runtime.decode([alone], [4])[0]]
+        company = runtime.new_sequence()
+        other = [runtime.prefill(company, [5, 6])] + [runtime.decode([company], [7])[0] for _ in range(4)]
+        first, second = runtime.new_sequence(), runtime.new_sequence()
+        assert torch.equal(runtime.advance([Part(second, [5, 6])])[0], other[0])
+        for index, begin in enumerate((0, 32, 64)):
+            rows = runtime.advance(
+                [Part(first, PROMPT[begin : begin + 32], wants_logits=begin == 64), Part(second, [7], decode=True)]
+            )
+            assert len(rows) == 1 + (begin == 64)
+            assert torch.equal(rows[-1], other[1 + index])
+        assert torch.equal(rows[0], wanted[0]), "rows come in the order of the parts, though answers are computed first"
+        rows = runtime.advance([Part(second, [7], decode=True), Part(first, [9, 4])])
+        assert torch.equal(rows[0], other[4])
+        if runtime.kv is not None:
+            assert torch.equal(rows[1], wanted[2])
+        none = runtime.advance([Part(first, [1], wants_logits=False)])
+        assert none.shape == (0, runtime.vocab_size) and first.length == len(PROMPT) + 3
+
+
+def test_a_step_that_fails_leaves_every_sequence_as_it_was(packed: Packer) -> None:
+    options = Options(memory="8GiB", ctx_size=128, kv_tokens=512, threads=1)
+    with load(packed("qwen3_moe", 4), options) as runtime:
+        first, second = runtime.new_sequence(), runtime.new_sequence()
+        runtime.prefill(first, PROMPT)
+        with pytest.raises(OptionError, match="vocabulary"):
+            runtime.advance([Part(first, [5], decode=True), Part(second, [10**6])])
+        assert (first.length, second.length) == (len(PROMPT), 0)
+        again = runtime.advance([Part(first, [5], decode=True)])
+        fresh = runtime.new_sequence()
+        runtime.prefill(fresh, PROMPT)
+        assert torch.equal(again, runtime.decode([fresh], [5]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "lfm2_moe"])
+def test_the_states_of_hybrid_models_are_priced(name: str, packed: Packer) -> None:
+    """The price is what a sequence's cache holds beside keys and values; `parallel` multiplies it in the ledger."""
+    with load(packed(name, 4), Options(memory="8GiB", ctx_size=64, threads=1)) as runtime:
+        sequence = runtime.new_sequence()
+        assert isinstance(sequence, CacheSequence)
+        runtime.prefill(sequence, PROMPT[:20])
+        held = sum(
+            state.numel() * state.element_size()
+            for layer in sequence.cache.layers
+            for kind in ("conv_states", "recurrent_states")
+            for state in getattr(layer, kind, {}).values()
+            if state is not None
+        )
+        priced, one = cache_state_bytes(runtime.config), runtime.ledger()["kv_bytes"]
+    assert 0 < held <= priced <= 1.25 * held
+    with load(packed(name, 4), Options(memory="8GiB", ctx_size=64, threads=1, parallel=5)) as runtime:
+        assert runtime.ledger()["kv_bytes"] == one + 4 * priced
+
+
+def test_a_cache_below_one_context_is_refused() -> None:
+    with pytest.raises(OptionError, match="longest sequence"):
+        Options(ctx_size=4096, kv_tokens=2048)
+    with pytest.raises(OptionError, match="at least one sequence"):
+        Options(parallel=0)
