@@ -49,7 +49,8 @@ def tune(
         return
     changed = [trial.change for trial in trials if trial.kept]
     print(f"kept: {', '.join(changed) if changed else 'the plan as it was, nothing beat it'}")
-    print(f"  {', '.join(f'{name} {value}' for name, value in choice.options().items() if name != 'slots')}")
+    told = {name: value for name, value in choice.options().items() if name != "slots" and value is not None}
+    print(f"  {', '.join(f'{name} {value}' for name, value in told.items())}; the rest as measured at load")
     print(f"remembered in {path}; `--path auto --policy auto` uses it at about this budget")
 
 
