@@ -67,7 +67,7 @@ class _Text(HTMLParser):
 
 
 def html(text: str) -> str:
-    """The visible text, one paragraph a block."""
+    """The visible text, one paragraph a block; indentation is dropped."""
     parser = _Text()
     parser.feed(text)
     return re.sub(r"\n +", "\n", re.sub(r" +\n", "\n", "".join(parser.parts)))

@@ -62,15 +62,21 @@ def evaluate(directory: Path, n_experts: int) -> dict:
         "tokens_seen": training["tokens_seen"],
         "weights_sha256": training["weights_sha256"],
         "perplexity": perplexities(by_domain),
+        "ngram_same_tokens": perplexities(ngram_losses(training["tokens_seen"])),
         "sample_perplexity": sample_perplexity(model, directory),
         "routing": {domain: routing(one, n_experts) for domain, one in experts.items()},
         "routing_domain_overlap": overlap(experts, n_experts),
     }
 
 
-def ngram_losses() -> dict[str, np.ndarray]:
-    """Of exactly the tokens that the models predict: whole windows of each domain's test split."""
-    model = NGram.fit([tokens(domain, "train") for domain in DOMAINS], ENTRIES)
+def ngram_losses(training_tokens: int | None = None) -> dict[str, np.ndarray]:
+    """Of exactly the tokens that the models predict: whole windows of each domain's test split.
+
+    `training_tokens`: fit on the beginnings of the training streams, so many tokens in all; None: on all of them.
+    """
+    streams = [tokens(domain, "train") for domain in DOMAINS]
+    part = 1.0 if training_tokens is None else min(1.0, training_tokens / sum(len(one) for one in streams))
+    model = NGram.fit([one[: int(len(one) * part)] for one in streams], ENTRIES)
     losses = {}
     for domain in DOMAINS:
         windows = len(evaluation_windows(domain, "test", CONTEXT_TOKENS))
@@ -167,12 +173,27 @@ def traces(directory: Path) -> list[Path]:
 
 
 def table(results: dict) -> str:
-    """Perplexities as a table in markdown."""
-    models = [name for name in ("ngram", *sorted(SHAPES)) if name in results]
-    rows = ["| | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
+    """Perplexities and routing as tables in markdown."""
+    columns = {"5-gram, all training text": results["ngram"]}
+    for name in sorted(set(SHAPES) & set(results)):
+        seen = f"{results[name]['tokens_seen'] / 1e6:.1f} M tokens"
+        columns |= {f"{name}, {seen}": results[name]["perplexity"]}
+        columns |= {f"5-gram, {seen}": results[name]["ngram_same_tokens"]}
+    rows = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for domain in (*DOMAINS, "all_tokens", "domain_mean"):
-        values = [results[name] if name == "ngram" else results[name]["perplexity"] for name in models]
-        rows.append(f"| {domain} | " + " | ".join(f"{value[domain]:.2f}" for value in values) + " |")
+        rows.append(f"| {domain} | " + " | ".join(f"{column[domain]:.1f}" for column in columns.values()) + " |")
+    return "\n".join(rows) + "\n\n" + routing_table(results)
+
+
+def routing_table(results: dict) -> str:
+    """Routing figures in markdown: the models' over domains, the real traces' one by one."""
+    wanted = ("reuse_lag_1", "reuse_chance", "load_entropy", "top_quarter_share", "working_set_256_part")
+    rows = ["| | reuse | by chance | load entropy | top quarter's share | working set of 256 |", "|---" * 6 + "|"]
+    for name in sorted(set(SHAPES) & set(results)):
+        for domain, one in results[name]["routing"].items():
+            rows.append(f"| {name} {domain} | " + " | ".join(f"{one[key]:.2f}" for key in wanted) + " |")
+    for name, one in results.get("real_traces", {}).items():
+        rows.append(f"| {name} | " + " | ".join(f"{one[key]:.2f}" for key in wanted) + " |")
     return "\n".join(rows)
 
 

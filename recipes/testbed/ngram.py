@@ -11,6 +11,7 @@ import numpy as np
 
 ORDER = 5
 TOKEN_BITS = 12
+FALLBACK = (0.5, 1.0, 1.5)  # discounts where too few grams were seen to estimate them
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,11 @@ def grams(stream: np.ndarray, order: int) -> np.ndarray:
 def table(keys: np.ndarray, counts: np.ndarray) -> Table:
     # Chen and Goodman's estimates from how many grams were seen once, twice, ...; kept between 0 and the count
     seen = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
-    share = seen[0] / max(seen[0] + 2 * seen[1], 1)
-    parts = [i - (i + 1) * share * seen[i] / max(seen[i - 1], 1) for i in (1, 2, 3)]
+    if seen.all():
+        share = seen[0] / (seen[0] + 2 * seen[1])
+        parts = [i - (i + 1) * share * seen[i] / seen[i - 1] for i in (1, 2, 3)]
+    else:
+        parts = list(FALLBACK)
     discounts = np.array([0.0, *(min(max(part, 0.0), float(i)) for i, part in enumerate(parts, start=1))])
     contexts, starts = np.unique(keys >> TOKEN_BITS, return_index=True)
     total = np.add.reduceat(counts, starts)
