@@ -21,6 +21,7 @@ from stoker.generate.pace import Pace
 from stoker.generate.report import growth
 from stoker.generate.scheduler import Limits, Scheduler, Step
 from stoker.generate.ticket import Listener, Ticket
+from stoker.runtime.step import GivenUp, Part
 
 if TYPE_CHECKING:
     from stoker.generate.prefix import PrefixCache
@@ -137,7 +138,8 @@ class Batcher:
         pool = getattr(self._runtime, "kv", None)
         if pool is not None:
             return int(self._scheduler.limits.capacity_tokens - pool.free_tokens)
-        return sum(t.sequence.length for t in self._tickets.values() if t.sequence is not None)
+        sequences = [ticket.sequence for ticket in self._tickets.values()]
+        return sum(sequence.length for sequence in sequences if sequence is not None)
 
     # The engine thread.
 
@@ -176,13 +178,17 @@ class Batcher:
         return True
 
     def _begin(self, ticket: Ticket) -> None:
-        sequence = self._runtime.new_sequence()
+        ticket.sequence = sequence = self._runtime.new_sequence()
         cached = 0
-        if self._prefix is not None and ticket.job.cache:
-            with self._model._lock:
-                cached = int(self._prefix.match(sequence, ticket.ids))
+        try:
+            if self._prefix is not None and ticket.job.cache:
+                with self._model._lock:
+                    cached = int(self._prefix.match(sequence, ticket.ids))
+        except StokerError as error:
+            self._leave(ticket, error)
+            return
         self._scheduler.cached(ticket.id, cached)
-        ticket.begin(sequence, cached)
+        ticket.begin(cached)
 
     def _plan(self) -> Step:
         """The next step, its KV room taken: where others hold more than the account says, jobs are put back."""
@@ -233,7 +239,12 @@ class Batcher:
         began = time.monotonic()
         tickets, parts = self._parts(step)
         before = self._runtime.counters()
-        found = self._compute(parts)
+        try:
+            found = self._compute(parts, tickets)
+        except GivenUp:  # whoever it was for is told in the next turn
+            for ticket in tickets:
+                ticket.sound = getattr(self._runtime, "kv", None) is not None
+            return
         grown = growth(before, self._runtime.counters())
         for ticket, part in zip(tickets, parts, strict=True):
             ticket.output.account("decode" if part.decode else "prefill", grown, len(part.ids) / step.tokens)
@@ -244,9 +255,7 @@ class Batcher:
             self._scheduler.finished(step, now - began)
             self._pace.step(now, len(step.decode), step.tokens - len(step.decode))
 
-    def _parts(self, step: Step) -> tuple[list[Ticket], list[Any]]:
-        from stoker.runtime.step import Part
-
+    def _parts(self, step: Step) -> tuple[list[Ticket], list[Part]]:
         tickets, parts = [], []
         for id in step.decode:
             ticket = self._tickets[id]
@@ -260,29 +269,38 @@ class Batcher:
             parts.append(Part(ticket.sequence, part, wants_logits=first + count == len(ids)))
         return tickets, parts
 
-    def _compute(self, parts: list[Any]) -> list[Logits | StokerError]:
+    def _compute(self, parts: list[Part], tickets: list[Ticket]) -> list[Logits | StokerError]:
         """Logits [V] of each part that wants them. When a step fails, each part is tried once more by itself, so that
-        an expert that cannot be read ends only the jobs that need it."""
+        an expert that cannot be read ends only the jobs that need it. GivenUp when nobody wants it any more."""
         together = getattr(self._runtime, "kv", None) is not None and len(parts) > 1
         if together:
             try:
-                return self._advance(parts)
+                return self._advance(parts, tickets)
+            except GivenUp:
+                raise
             except StokerError:
                 pass
         found: list[Logits | StokerError] = []
         for part in parts:
             try:
-                found += self._advance([part])
+                found += self._advance([part], tickets)
+            except GivenUp:
+                raise
             except StokerError as error:
                 found.append(error)
         return found
 
-    def _advance(self, parts: list[Any]) -> list[Logits | StokerError]:
+    def _advance(self, parts: list[Part], tickets: list[Ticket]) -> list[Logits | StokerError]:
+        step = self._runtime.step
         with self._model._lock:
-            rows = iter(np.asarray(self._runtime.advance(parts)))
+            step.given_up = lambda: self._closed or all(ticket.cancelled for ticket in tickets)
+            try:
+                rows = iter(np.asarray(self._runtime.advance(parts)))
+            finally:
+                step.given_up = None
         return [next(rows) if part.wants_logits else None for part in parts]
 
-    def _tell(self, ticket: Ticket, part: Any, logits_V: Logits | StokerError) -> None:
+    def _tell(self, ticket: Ticket, part: Part, logits_V: Logits | StokerError) -> None:
         if isinstance(logits_V, StokerError):
             self._leave(ticket, logits_V)
             return
@@ -314,7 +332,6 @@ class Batcher:
         self._release(ticket, keep=error is None)
         with self._wake:
             self._scheduler.remove(ticket.id)
-            self._tickets.pop(ticket.id, None)
             if ticket.started:
                 self._pace.ended(ticket.row().age_s)
         if error is None:
@@ -322,6 +339,7 @@ class Batcher:
         else:
             ticket.fail(error)
         with self._wake:
+            self._tickets.pop(ticket.id, None)
             self._wake.notify_all()
 
     def _release(self, ticket: Ticket, keep: bool = True) -> None:
@@ -329,7 +347,7 @@ class Batcher:
         if sequence is None:
             return
         with self._model._lock:
-            if keep and self._prefix is not None and ticket.job.cache and sequence.length:
+            if keep and ticket.sound and self._prefix is not None and ticket.job.cache and sequence.length:
                 self._prefix.keep(sequence)
             sequence.close()
 

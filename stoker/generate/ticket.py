@@ -26,6 +26,7 @@ class Ticket:
         self.cancelled = False
         self.over = False
         self.sequence: Any = None  # None while it waits
+        self.sound = True  # whether the sequence holds whole tokens only
         self._listen, self._wake = listen, wake
         self._submitted_ns = time.perf_counter_ns()
         self._started_ns = 0
@@ -67,9 +68,8 @@ class Ticket:
 
     # What happens to it, in order.
 
-    def begin(self, sequence: Any, cached_tokens: int) -> None:
+    def begin(self, cached_tokens: int) -> None:
         """Admitted, for the first time or again after it was put back."""
-        self.sequence = sequence
         if not self.started:
             self._started_ns = time.perf_counter_ns()
             self.output.cached_tokens = self._prefilled_tokens = cached_tokens

@@ -120,6 +120,7 @@ class StreamedExperts:
         self.replay: LayerReplay | None = None  # recorded routes instead of the gate's: benchmarks alone set it
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.step.check_wanted()
         if self.replay is not None:
             index_TK, weights_TK = self.replay.route(self.step.index, weights_TK)
         tokens, choices = index_TK.shape

@@ -5,14 +5,20 @@ One context per Runtime, refilled before each forward. Modules read it; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from stoker.errors import StokerError
+
 Phase = Literal["prefill", "decode"]
+
+
+class GivenUp(StokerError):
+    """Nobody wants the step any more: it ended between two layers."""
 
 
 def _empty() -> Tensor:
@@ -37,6 +43,7 @@ class StepContext:
     phase: "decode" where every token continues an answer; decode_tokens: how many of the leading tokens do.
     """
 
+    given_up: Callable[[], bool] | None = None  # asked before each MoE layer; True ends the step with GivenUp
     phase: Phase = "prefill"
     decode_tokens: int = 0
     index: int = 0
@@ -48,6 +55,10 @@ class StepContext:
     rotary: tuple[Tensor, Tensor] | None = None  # the model's cos and sin of this step, as it hands them to its layers
     cos_TR: Tensor = field(default_factory=_empty)
     sin_TR: Tensor = field(default_factory=_empty)
+
+    def check_wanted(self) -> None:
+        if self.given_up is not None and self.given_up():
+            raise GivenUp("the step was given up")
 
     def turn(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin flat over tokens [T, R], the same objects for every layer of the step."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stoker.errors import OptionError, StokerError
+from stoker.runtime.step import StepContext
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -68,6 +69,7 @@ class EagerRuntime:
         self.generation_config: dict[str, Any] = {}
         self.kv, self.kv_tokens, self.prefill_chunk = None, 4 * ctx_size, chunk
         self.fail_on_token: int | None = None
+        self.step = StepContext()
         self.prefilled_tokens = self.decoded_tokens = self.closed = 0
         self.sequences: list[EagerSequence] = []
         self.fail_decode_at: int | None = None

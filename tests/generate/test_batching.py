@@ -141,3 +141,30 @@ def test_failed_reads_end_their_jobs_and_leave_the_batcher_well(packed: Packer, 
         assert batcher.status().healthy and model.runtime.kv.free_tokens == 768
         assert together(batcher, jobs()) == wanted
         batcher.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe"])
+def test_a_long_step_that_nobody_wants_ends_between_two_layers(name: str, packed: Packer) -> None:  # noqa: F811
+    """Cancelled while its one chunk is computed: the step does not go on to the last layer, and nothing is left."""
+    with open_model(packed(name, 4)) as model:
+        wanted = alone(model, jobs()[1])
+        batcher, asked = Batcher(model, parallel=1), []
+        real = model.runtime.step.check_wanted
+
+        def check_wanted() -> None:
+            asked.append(model.runtime.step.index)
+            if len(asked) == 2:
+                ticket.cancel()
+            real()
+
+        model.runtime.step.check_wanted = check_wanted
+        listener: queue.Queue[Event] = queue.Queue()
+        with batcher._wake:
+            ticket = batcher.submit(jobs()[4], listener.put)
+        events = [listener.get(timeout=60)]
+        while not isinstance(events[-1], Done | Failed):
+            events.append(listener.get(timeout=60))
+        assert isinstance(events[-1], Done) and events[-1].result.finish_reason == "cancelled"
+        assert len(asked) == 2 and events[-1].result.usage.completion_tokens == 0
+        assert together(batcher, [jobs()[1]]) == [wanted]
+        batcher.close()
