@@ -56,15 +56,16 @@ class ModelView:
         self.history: deque[tuple[float | None, float | None, float | None, float | None]] = deque(maxlen=HISTORY)
         self._tokens = 0
 
-    def add(self, now_s: float, service: Service) -> dict[str, Any]:
-        """Take a sample; the model as JSON."""
+    def add(self, now_s: float, service: Service, keep: bool) -> dict[str, Any]:
+        """Take a sample, and `keep` its rates in the history; the model as JSON."""
         model, stats, status = service.model, service.model.stats(), service.batcher.status()
         tokens = int(stats["prefill_tokens"] + stats["decode_tokens"])
         self.window.add(now_s, stats)
         self.heat.add(model.expert_uses(), tokens - self._tokens)
         self._tokens = tokens
         rates = self.window.rates()
-        self.history.append((rates.tok_s, rates.stall_of_steps, rates.hit_rate, rates.read_bytes_s))
+        if keep:
+            self.history.append((rates.tok_s, rates.stall_of_steps, rates.hit_rate, rates.read_bytes_s))
         return {
             "loaded": True,
             "rates": asdict(rates),
@@ -93,8 +94,8 @@ class Sampler:
         self.listeners = 0
         self.latest: dict[str, Any] = {}
 
-    def sample(self) -> dict[str, Any]:
-        """Take a sample now."""
+    def sample(self, keep: bool = True) -> dict[str, Any]:
+        """Take a sample now; `keep`: it is one of those that come every EVERY_S."""
         now_s = self._clock()
         models: dict[str, dict[str, Any]] = {}
         for entry in self._registry.entries:
@@ -103,7 +104,7 @@ class Sampler:
             if service is None:
                 self._views.pop(name, None)
             else:
-                shown = self._view(name, service).add(now_s, service)
+                shown = self._view(name, service).add(now_s, service, keep)
             models[name] = {"state": entry.state} | shown | _requests(entry.totals)
         draining = [shown["status"]["draining"] for shown in models.values() if shown["loaded"]]
         self.latest = {
@@ -188,6 +189,7 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
     @routes.get("/live", summary="What the server does now, with the last two minutes")
     async def live() -> Response:
         sampler.start()
+        sampler.sample(keep=False)
         return _json(sampler.with_history())
 
     @routes.get("/live/stream", summary="The same as server-sent events, once a second")

@@ -151,7 +151,13 @@ def test_a_full_queue(browser: Browser, demo: str) -> None:
     browser.errors()
     browser.open(demo)
     browser.settings(temperature=0, max_tokens=16)
-    body = {"model": "store", "messages": said("Tell me a long story."), "max_tokens": 900, "stream": True}
+    body = {
+        "model": "store",
+        "messages": said("Tell me a long story."),
+        "max_tokens": 900,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with httpx.Client(timeout=60) as client, client.stream("POST", f"{demo}/v1/chat/completions", json=body) as one:
         assert one.status_code == 200
         browser.wait(lambda: running(demo) == 1, "the first to run")

@@ -94,8 +94,9 @@ function told(error, status, retryAfter) {
   const fields = { detail, status, retryAfter, field: error.param, code: error.code };
   if (status === 401) return new ApiError("key", { ...fields, sentKey: key !== "" });
   if (error.code === "context_length_exceeded") {
-    const [limitTokens, askedTokens] = (detail.match(/\d+(?= tokens)/g) || []).map(Number);
-    return new ApiError("context", { ...fields, limitTokens, askedTokens });
+    const numbers = (detail.match(/\d+(?= tokens)/g) || []).map(Number);
+    if (numbers.length === 2) Object.assign(fields, { limitTokens: Math.min(...numbers), askedTokens: Math.max(...numbers) });
+    return new ApiError("context", fields);
   }
   if (status === 429) return new ApiError("full", fields);
   if (error.code === "server_closing") return new ApiError("closing", fields);
