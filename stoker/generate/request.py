@@ -44,7 +44,7 @@ class SamplingOptions:
         _integer("top_k", self.top_k, 0, 2**31)
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # a smaller one leaves float32
         _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if self.seed is not None:

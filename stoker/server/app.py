@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from stoker import __version__
 from stoker.errors import StokerError
 from stoker.server import anthropic, health, live, metrics, openai, openapi, page, responses
-from stoker.server.errors import RequestError, dialect_of, render
+from stoker.server.errors import RequestError, dialect_of, log_refusal, render
 from stoker.server.guard import Guard
 from stoker.server.limits import Room
 from stoker.server.registry import Registry
@@ -41,7 +41,9 @@ def create_app(registry: Registry, settings: Settings) -> FastAPI:
 
 async def _told(request: Request, error: Exception) -> JSONResponse:
     """The answer to an error that left an endpoint, in the shape of the path's API."""
-    status, body, headers = render(_ours(error), dialect_of(request.url.path))
+    error = _ours(error)
+    log_refusal(request.method, request.url.path, error)
+    status, body, headers = render(error, dialect_of(request.url.path))
     return JSONResponse(body, status, headers)
 
 

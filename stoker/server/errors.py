@@ -4,10 +4,13 @@ The one place that maps stoker's errors to HTTP. What is the server's own troubl
 the log has them.
 """
 
-import secrets
+import logging
 from typing import Any, Literal
 
 from stoker.errors import BudgetError, Closing, ContextError, OptionError, QueueFull, StokerError
+from stoker.server.held import current
+
+log = logging.getLogger("stoker.server")
 
 Dialect = Literal["openai", "anthropic"]
 Rendered = tuple[int, dict[str, Any], dict[str, str]]
@@ -75,7 +78,7 @@ def as_request_error(error: BaseException) -> RequestError:
         case RequestError():
             return error
         case ContextError():
-            return RequestError(_context(error), code="context_length_exceeded", field=error.field)
+            return RequestError(_context(error), code="context_length_exceeded")
         case OptionError():
             return RequestError(
                 error.what, code="invalid_value", field=error.field or error.where, expected=error.expected,
@@ -93,14 +96,26 @@ def as_request_error(error: BaseException) -> RequestError:
 
 
 def render(error: BaseException, dialect: Dialect) -> Rendered:
-    """(status, body, headers) of any error, in the API's own shape."""
+    """(status, body, headers) of any error, in the API's own shape. Agents know a full context by Anthropic's words."""
     told = as_request_error(error)
+    if isinstance(error, ContextError) and error.limit_tokens and dialect == "anthropic":
+        told.what = f"prompt is too long: {error.asked_tokens} tokens > {error.limit_tokens} maximum"
     headers = dict(told.headers)
     if told.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, round(told.retry_after_s)))
     if told.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return told.status, _body(told, dialect), headers
+
+
+def log_refusal(method: str, path: str, error: BaseException) -> None:
+    """One line for a request that is refused; the whole error where it is the server's own trouble."""
+    told, holder = as_request_error(error), current()
+    id = holder.id if holder is not None else "-"
+    if told.code == "internal_error":
+        log.error("%s %r %s failed", method, path[:80], id, exc_info=error)
+    else:
+        log.info("%s %r %s refused: %d %s %s", method, path[:80], id, told.status, told.code, told.field or "")
 
 
 def _body(told: RequestError, dialect: Dialect) -> dict[str, Any]:
@@ -110,7 +125,8 @@ def _body(told: RequestError, dialect: Dialect) -> dict[str, Any]:
         error: dict[str, Any] = {"type": kind, "message": message}
         if told.code == "context_length_exceeded":
             error["code"] = told.code
-        return {"type": "error", "error": error, "request_id": "req_" + secrets.token_hex(12)}
+        holder = current()
+        return {"type": "error", "error": error, "request_id": holder.id if holder is not None else None}
     kind = _OPENAI_TYPES.get(told.status, "server_error")
     return {"error": {"message": message, "type": kind, "param": told.field, "code": told.code}}
 

@@ -6,7 +6,6 @@ once; what the request held is given back; an error becomes an answer in the sha
 
 import asyncio
 import json
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,11 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.server.auth import allowed_origin, check_host, check_key, check_origin
-from stoker.server.errors import RequestError, as_request_error, dialect_of, render
+from stoker.server.errors import RequestError, dialect_of, log_refusal, render
 from stoker.server.held import Held, begin
 from stoker.server.settings import Settings
-
-log = logging.getLogger("stoker.server")
 
 # How much of an unwanted body is taken, and for how long, before the connection is closed on it.
 SKIP_BYTES = 64 << 20
@@ -112,13 +109,10 @@ class Exchange:
 
     async def fail(self, error: Exception) -> None:
         """Answer with the error; where the answer has begun, its end comes without one and the connection closes."""
-        told = as_request_error(error)
-        if told.status >= 500 and told.code == "internal_error":
-            log.error("%s %s failed", self._scope["method"], self._scope["path"], exc_info=error)
+        log_refusal(self._scope["method"], self._scope["path"], error)
         if self._started:
             return
         status, body, headers = render(error, dialect_of(self._scope["path"]))
-        log.info("%s %s %d %s", self._scope["method"], self._scope["path"][:80], status, told.code or "")
         await self._answer(status, json.dumps(body).encode(), headers.items())
 
     async def preflight(self) -> None:
@@ -142,7 +136,8 @@ class Exchange:
             self._started = True
             await self.held.answering()
             closing = [] if await self._skip_body() else [(b"connection", b"close")]
-            message["headers"] = [*message["headers"], *self._cors, *closing]
+            names = [(name, self.held.id.encode()) for name in (b"x-request-id", b"request-id")]
+            message["headers"] = [*message["headers"], *self._cors, *names, *closing]
         await self._send(message)
 
     async def _skip_body(self) -> bool:

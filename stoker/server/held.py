@@ -3,6 +3,7 @@
 The outermost layer of the app opens it and gives everything back, whatever ends the request.
 """
 
+import secrets
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
@@ -13,6 +14,7 @@ class Held:
     """The releases of one request, each called once."""
 
     def __init__(self) -> None:
+        self.id = "req_" + secrets.token_hex(12)  # told to the client, so that a line of the log can be found
         self._until_answer: list[Release] = []
         self._until_end: list[Release] = []
 

@@ -55,9 +55,7 @@ async def read_body(request: Request, settings: Settings) -> dict[str, Any]:
         async with asyncio.timeout(settings.body_s):
             body = await _read(request, request.app.state.room, most_bytes)
     except TimeoutError as error:
-        raise RequestError(
-            "the body did not arrive in time", status=408, code="body_timeout", headers={"Connection": "close"}
-        ) from error
+        raise RequestError("the body did not arrive in time", status=408, code="body_timeout") from error
     except ClientDisconnect as error:
         raise RequestError("the client left", code="client_gone") from error
     return parse_object(body, settings)
@@ -81,11 +79,8 @@ async def _read(request: Request, room: Room, most_bytes: int) -> bytes:
 
 
 def _too_large(most_bytes: int) -> RequestError:
-    # The rest of the body is not read, so nothing else can come over this connection.
-    return RequestError(
-        "the body is too large", status=413, code="body_too_large", expected=f"at most {most_bytes} bytes",
-        headers={"Connection": "close"},
-    )  # fmt: skip
+    expected = f"at most {most_bytes} bytes"
+    return RequestError("the body is too large", status=413, code="body_too_large", expected=expected)
 
 
 def parse_object(body: bytes, settings: Settings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker import __version__
@@ -253,7 +254,7 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
     """`GET /metrics`; needs the server's key where there is one."""
     routes = APIRouter(tags=["watch"])
 
-    @routes.get("/metrics", summary="Prometheus metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
     async def metrics(request: Request) -> Response:
         collected = CollectorRegistry()
         collected.register(ServerCollector(registry, request_counts(request.app)))

@@ -4,14 +4,13 @@ Paths name their pydantic models with `json_body` and `json_answer`; `describe` 
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from stoker.server.settings import Settings
 
-_REF = "#/components/schemas/{model}"
 _ERRORS = {
     "400": "Refused: malformed, unknown or out of range; the message names the field.",
     "401": "The key is missing or wrong.",
@@ -28,21 +27,29 @@ _ERRORS = {
 def json_body(model: type[BaseModel], answer: type[BaseModel] | None = None, **more: Any) -> dict[str, Any]:
     """`openapi_extra` of a path: its body, its answer, and the errors that every such path has. stream=True: the answer
     may come as server-sent events."""
-    schema = model.model_json_schema(ref_template=_REF)
+    schema = _schema(model, "validation")
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     return extra | answers(answer, **more)
 
 
 def answers(answer: type[BaseModel] | None = None, *, stream: bool = False) -> dict[str, Any]:
     """The `responses` part of `openapi_extra`."""
-    schema = answer.model_json_schema(ref_template=_REF, mode="serialization") if answer is not None else {}
+    schema = _schema(answer, "serialization") if answer is not None else {}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": {}}
     error = {"application/json": {"schema": {"type": "object"}}}
     responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
     responses |= {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     return {"responses": responses}
+
+
+def _schema(model: type[BaseModel], mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+    """A model's schema. Its parts are named after it: every API has a Tool of its own."""
+    name = f"{model.__module__.split('.')[2]}.{model.__name__}"
+    schema = model.model_json_schema(ref_template=f"#/components/schemas/{name}.{{model}}", mode=mode)
+    parts = {f"{name}.{part}": described for part, described in schema.pop("$defs", {}).items()}
+    return schema | ({"$defs": parts} if parts else {})
 
 
 def describe(app: FastAPI, settings: Settings) -> None:

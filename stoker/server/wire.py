@@ -26,7 +26,7 @@ log = logging.getLogger("stoker.server")
 # A connection that has not sent a whole request head by then is closed; so is one that does not take what is sent.
 HEAD_S = 30.0
 WRITE_S = 120.0
-KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 75
 MOST_CONNECTIONS = 2000
 HEAD_BYTES = 32 << 10
 # After everything is told: how long connections may take to take it. After the second signal: how long a step may.

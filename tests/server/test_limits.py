@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from stoker.errors import OptionError
+from stoker.errors import ContextError, OptionError
 from stoker.server.auth import check_host, check_key, check_origin, same_key
 from stoker.server.errors import RequestError, render
 from stoker.server.limits import parse, parse_object
@@ -180,6 +180,21 @@ def test_choices_draw_apart() -> None:
     assert seeds == [7, 8, 9]
     negative = parse(CompletionRequest, {"model": "m", "prompt": "x", "seed": -1}).asked(None)["seed"]
     assert 0 <= negative < 2**63
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        ("openai", "maximum context length is 4096 tokens"),
+        ("anthropic", "prompt is too long: 5000 tokens > 4096 maximum"),
+    ],
+)
+def test_a_full_context_in_the_words_that_agents_know(dialect: Any, words: str) -> None:
+    error = ContextError("too long")
+    error.asked_tokens, error.limit_tokens = 5000, 4096
+    status, body, _ = render(error, dialect)
+    assert status == 400 and words in body["error"]["message"] and "5000" in body["error"]["message"]
+    assert body["error"]["code"] == "context_length_exceeded"
 
 
 # ---- who may ask ----------------------------------------------------------------------------------------------------

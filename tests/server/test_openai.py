@@ -275,6 +275,13 @@ def test_health_and_the_log(server: Server, client: openai.OpenAI) -> None:
     assert "xyzzy" not in server.log and "capital" not in server.log, "prompts are logged when asked for alone"
 
 
+def _references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"].rpartition("/")[2]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*map(_references, node.values()))
+    return set().union(*map(_references, node)) if isinstance(node, list) else set()
+
+
 def test_openapi_describes_what_there_is(server: Server) -> None:
     described = httpx.get(f"{server.url}/openapi.json").json()
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
@@ -283,4 +290,4 @@ def test_openapi_describes_what_there_is(server: Server) -> None:
         assert {"200", "400", "429"} <= set(described["paths"][path]["post"]["responses"])
     assert "$defs" not in json.dumps(described)
     names = set(described["components"]["schemas"])
-    assert {"Message", "Tool", "StreamOptions"} <= names
+    assert {"openai.ChatRequest.Tool", "openai.ChatRequest.Message"} <= names and _references(described) <= names

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stoker.server.errors import RequestError, refused
-from stoker.server.openai.fields import Strict
+from stoker.server.openai.fields import Off, Strict
 from stoker.server.settings import Settings
 from stoker.server.turn import JsonSchema, Turn
 
@@ -47,7 +47,7 @@ class Tool(Strict):
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: Off | None = None
 
 
 class ToolChoice(Strict):

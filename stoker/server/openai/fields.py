@@ -5,13 +5,23 @@ A field is honoured, or refused. `user`, `metadata` and their like change no ans
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from stoker.server.errors import RequestError
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _false(value: Any) -> Any:
+    if value is False or value is None:
+        return value
+    raise ValueError("input should be False")
+
+
+# A switch that can only be off; 0 is a number.
+Off = Annotated[Literal[False], BeforeValidator(_false)]
 
 # Fields of OpenAI's API that would change the answer, or promise something, and are not there: why.
 UNSUPPORTED = {
@@ -38,7 +48,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     include_progress: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Off = False
 
 
 class Sampling(Strict):
@@ -50,7 +60,7 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
@@ -64,7 +74,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from stoker.server.errors import RequestError, refused
-from stoker.server.openai.fields import Strict
+from stoker.server.openai.fields import Off, Strict
 from stoker.server.settings import Settings
 from stoker.server.turn import JsonObject, JsonSchema, Turn
 
@@ -74,7 +74,7 @@ class ToolChoice(Strict):
 
 
 class StreamOptions(Strict):
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Off = False
 
 
 class ResponsesRequest(Strict):
@@ -95,7 +95,7 @@ class ResponsesRequest(Strict):
     stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     metadata: dict[str, str] | None = None
     client_metadata: dict[str, Any] | None = None
     user: str | None = None
