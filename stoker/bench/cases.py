@@ -86,10 +86,8 @@ def stoker_variants(
     chosen += [(path, base["policy"]) for path in paths] + [(base["path"], policy) for policy in policies]
     if len(set(chosen)) != len(chosen):
         raise OptionError("a variant is named twice", where="--vs-path, --vs-policy", got=chosen)
-    for path, policy in chosen:
-        if policies and path not in ("auto", "hot"):
-            raise OptionError(f"path {path} has no policy to compare", where="--vs-policy", expected="--path hot")
-        del policy
+    if policies and base["path"] not in ("auto", "hot"):
+        raise OptionError(f"path {base['path']} has no policy to compare", where="--vs-policy", expected="--path hot")
     return tuple(
         Variant(f"stoker {path} {policy}", "stoker", model, {**base, "path": path, "policy": policy})
         for path, policy in chosen

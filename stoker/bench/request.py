@@ -19,7 +19,7 @@ from stoker.bench.cases import (
     random_sessions,
     stoker_variants,
 )
-from stoker.errors import OptionError, StoreError
+from stoker.errors import OptionError, StoreError, TraceError
 
 DEFAULT_CTX_TOKENS = 4096
 
@@ -178,7 +178,12 @@ def _refuse_without_effect(request: Request) -> None:
     given = set(request.given)
     clashes = [
         (request.peer and request.routes, "--routes", "the peer chooses its own experts", "drop --vs or --routes"),
-        (request.peer and not request.peer_python, "--vs", "the peer needs an interpreter", "give --llama-python PY"),
+        (
+            request.peer and peer_variant(request.peer, mmap=True) and not request.peer_python,
+            "--vs",
+            "the peer needs an interpreter",
+            "give --llama-python PY",
+        ),
         (not request.peer and request.peer_python, "--llama-python", "has no effect without --vs", "add --vs"),
         (not request.peer and request.peer_in_memory, "--no-mmap", "has no effect without --vs", "add --vs"),
         (
@@ -200,5 +205,10 @@ def _refuse_without_effect(request: Request) -> None:
             raise OptionError(what, where=where, remedy=remedy or "drop one of the two")
     if request.peer_python and shutil.which(request.peer_python) is None:
         raise OptionError("there is no such interpreter", where="--llama-python", got=request.peer_python)
-    if request.trace is not None and request.trace.exists():
-        raise OptionError("exists already", where=f"--trace {request.trace}", remedy="name another file, or delete it")
+    if request.trace is not None:
+        from stoker.trace.writer import check_new
+
+        try:
+            check_new(request.trace)
+        except TraceError as error:
+            raise OptionError(error.what, where=f"--trace {error.where}", got=error.got, remedy=error.remedy) from None

@@ -114,6 +114,8 @@ def bench(
         read_ahead_kib=read_ahead, trace=trace, given=_given(context),
     )  # fmt: skip
     plan, about = build(request)
+    if out is not None:
+        _check_out(out)
     if plan.separate and not as_json:
         note("each run is a process of its own; caches are dropped before each")
     result = _measure(plan, about, read_ahead)
@@ -128,6 +130,16 @@ def bench(
         print(json.dumps({"provenance": provenance()} | result, indent=1))
     else:
         print_result(result)
+
+
+def _check_out(out: Path) -> None:
+    """Before anything is measured: a result that cannot be written is lost."""
+    import os
+
+    from stoker.errors import OptionError
+
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK) or out.is_dir():
+        raise OptionError("cannot be written", where="--out", got=str(out), remedy="name a file in a folder of yours")
 
 
 def _given(context: typer.Context) -> tuple[str, ...]:

@@ -39,13 +39,7 @@ class TraceWriter:
     def __init__(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self._parts = parts_folder(self.path)
-        if self.path.exists():
-            raise TraceError("exists already", where=str(path), remedy="name another trace file, or delete this one")
-        if any(self._parts.glob("part-*")):
-            raise TraceError(
-                "a run that did not finish left its trace", where=str(self._parts),
-                remedy="name another trace file, or delete this folder (`stoker trace summary` reads it)",
-            )  # fmt: skip
+        check_new(self.path)
         with self._writing():
             shutil.rmtree(self._parts, ignore_errors=True)
             self._parts.mkdir()
@@ -163,6 +157,21 @@ class TraceWriter:
         except (OSError, SafetensorError) as error:
             got = getattr(error, "strerror", None) or error
             raise TraceError("cannot be written", where=str(self.path), got=got) from error
+
+
+def check_new(path: Path) -> None:
+    """Raises TraceError where no trace can be begun: the file or parts of a crashed run are there, or no folder is."""
+    parts = parts_folder(path)
+    if path.exists():
+        raise TraceError("exists already", where=str(path), remedy="name another trace file, or delete this one")
+    if any(parts.glob("part-*")):
+        raise TraceError(
+            "a run that did not finish left its trace", where=str(parts),
+            remedy="name another trace file, or delete this folder (`stoker trace summary` reads it)",
+        )  # fmt: skip
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        got = "no right to write" if path.parent.is_dir() else "there is no such folder"
+        raise TraceError("cannot be written", where=str(path), got=got)
 
 
 def _plain(rows: Any) -> list[Any]:

@@ -96,6 +96,8 @@ def test_variants_and_their_order() -> None:
     variants = stoker_variants("m", BASE, ["exact"], [])
     assert [v.name for v in variants] == ["stoker hot lru", "stoker exact lru"]
     assert stoker_variants("m", BASE, [], ["arc"])[1].options["policy"] == "arc"
+    both = stoker_variants("m", BASE, ["exact"], ["lfru"])
+    assert [v.name for v in both] == ["stoker hot lru", "stoker exact lru", "stoker hot lfru"]
     plan = Plan(variants, (), 2, 1, 512)
     assert [v.name for v in plan.order(1)] == ["stoker exact lru", "stoker hot lru"], "every other round backwards"
     with pytest.raises(OptionError, match="twice"):
