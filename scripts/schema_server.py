@@ -18,12 +18,12 @@ CHECKS = (
 )
 
 
-def drive(url: str, examples: int, seed: int, workers: int) -> int:
+def drive(url: str, examples: int, seed: int, phases: str) -> int:
     """Run Schemathesis; its exit code."""
     command = [
         str(Path(sys.executable).parent / "schemathesis"), "run", f"{url}/openapi.json", "--url", url,
-        "--checks", CHECKS, "--max-examples", str(examples), "--seed", str(seed), "--workers", str(workers),
-        "--phases", "examples,coverage,fuzzing", "--exclude-path", "/live/stream", "--request-timeout", "60",
+        "--checks", CHECKS, "--max-examples", str(examples), "--seed", str(seed), "--phases", phases,
+        "--exclude-path", "/live/stream", "--request-timeout", "60",
         "--suppress-health-check", "all", "--warnings", "off", "--no-color", "--continue-on-failure",
     ]  # fmt: skip
     return subprocess.run(command, check=False).returncode
@@ -35,14 +35,14 @@ def main() -> int:
     parser.add_argument("--url")
     parser.add_argument("--examples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--phases", default="examples,coverage,fuzzing")
     given = parser.parse_args()
     if given.url is not None:
-        return drive(given.url, given.examples, given.seed, given.workers)
+        return drive(given.url, given.examples, given.seed, given.phases)
     from tests.server.running import Server
 
     with Server(given.store, "--memory", "2GiB", "--ctx-size", 256) as server:
-        return drive(server.url, given.examples, given.seed, given.workers)
+        return drive(server.url, given.examples, given.seed, given.phases)
 
 
 if __name__ == "__main__":

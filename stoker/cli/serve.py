@@ -82,7 +82,10 @@ PrefixCache = Annotated[
     typer.Option("--prefix-cache", metavar="DIR", help="Keep prefixes on disk here too.", rich_help_panel=_CACHE),
 ]
 PrefixCacheSize = Annotated[
-    str, typer.Option("--prefix-cache-size", metavar="SIZE", help="Most bytes on disk.", rich_help_panel=_CACHE)
+    str | None,
+    typer.Option(
+        "--prefix-cache-size", metavar="SIZE", help="Most bytes on disk (default: 8GiB).", rich_help_panel=_CACHE
+    ),
 ]
 
 
@@ -103,7 +106,7 @@ def serve(
     queue: Queue = 64,
     kv_tokens: KvTokens = None,
     prefix_cache: PrefixCache = None,
-    prefix_cache_size: PrefixCacheSize = "8GiB",
+    prefix_cache_size: PrefixCacheSize = None,
     keep_alive: KeepAlive = None,
     cors: Cors = None,
     strict_model: StrictModel = False,
@@ -138,8 +141,12 @@ def serve(
         max_tokens=max_tokens,
         log_prompts=log_prompts,
     )
-    if trace is not None and len(models) > 1:
-        raise OptionError("one trace holds one model", where="--trace", remedy="serve one model, or leave it out")
+    if trace is not None and (len(models) > 1 or keep_alive is not None):
+        what = "one trace holds one model from its start to its end"
+        raise OptionError(what, where="--trace", remedy="serve one model, without --keep-alive")
+    if prefix_cache_size is not None and prefix_cache is None:
+        what = "there is no directory to which it could apply"
+        raise OptionError(what, where="--prefix-cache-size", remedy="give --prefix-cache DIR too")
     names = model_names(models, alias or [])
     for model in models:
         if not Path(model).exists():
@@ -148,13 +155,15 @@ def serve(
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens}
-    size_bytes = parse_bytes(prefix_cache_size, option="--prefix-cache-size")
+    size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
     common.quiet_transformers()
+    # Everything that will be imported counts as the process's own when the budget is divided.
+    from stoker.server.app import create_app
     from stoker.server.loading import Batching
 
     batching = Batching(parallel, queue, prefix_cache, size_bytes)
     registry = _registry(models, names, memory, keep_alive, settings, loading, batching)
-    _serve(registry, settings, sock)
+    _serve(create_app(registry, settings), registry, settings, sock)
 
 
 def model_names(models: list[str], aliases: list[str]) -> list[tuple[str, ...]]:
@@ -254,9 +263,8 @@ def _show_waiting(specs: "list[Spec]", limit: int, keep_alive_min: float | None)
     note(f"budget {format_bytes(limit)} for all; a model is loaded at its first request and stays {stays}")
 
 
-def _serve(registry: "Registry", settings: "Settings", sock: Any) -> None:
+def _serve(app: Any, registry: "Registry", settings: "Settings", sock: Any) -> None:
     from stoker.server import wire
-    from stoker.server.app import create_app
 
     url = wire.url_of(sock)
 
@@ -270,7 +278,7 @@ def _serve(registry: "Registry", settings: "Settings", sock: Any) -> None:
         note(f"try      curl {url}/v1/chat/completions{key} -d '{body}'")
         note("Ctrl-C ends it; running answers may finish")
 
-    wire.serve(create_app(registry, settings), registry, settings, sock, ready=ready)
+    wire.serve(app, registry, settings, sock, ready=ready)
 
 
 def _log_to_stderr() -> None:

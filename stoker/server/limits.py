@@ -20,6 +20,7 @@ from stoker.server.settings import Settings
 
 M = TypeVar("M", bound=BaseModel)
 
+LARGE_BYTES = 256 << 10
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\Z)', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -58,6 +59,9 @@ async def read_body(request: Request, settings: Settings) -> dict[str, Any]:
         raise RequestError("the body did not arrive in time", status=408, code="body_timeout") from error
     except ClientDisconnect as error:
         raise RequestError("the client left", code="client_gone") from error
+    # A large body takes a while to parse: the other requests' events go on meanwhile.
+    if len(body) > LARGE_BYTES:
+        return await asyncio.to_thread(parse_object, body, settings)
     return parse_object(body, settings)
 
 

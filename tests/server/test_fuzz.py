@@ -27,7 +27,16 @@ def test_malformed_requests(server: Server) -> None:
 
 
 def test_every_path_by_its_description(server: Server) -> None:
-    command = [sys.executable, ROOT / "scripts/schema_server.py", "--url", server.url, "--examples", "8"]
+    command = [
+        sys.executable,
+        ROOT / "scripts/schema_server.py",
+        "--url",
+        server.url,
+        "--examples",
+        "10",
+        "--phases",
+        "fuzzing",
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )

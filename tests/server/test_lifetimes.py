@@ -209,4 +209,7 @@ def test_what_is_wrong_before_a_model_is_loaded(tiny_store: Path, tmp_path: Path
         assert f"port {port}" in refused(tiny_store, "--port", port) and "--port" in refused(tiny_store, "--port", port)
     assert "two models" in refused(tiny_store, tiny_store, "--port", 0)
     assert "no such store" in refused(tmp_path / "nothing", "--port", 0)
+    assert "--prefix-cache DIR" in refused(tiny_store, "--prefix-cache-size", "1GiB", "--port", 0)
+    assert "without --keep-alive" in refused(tiny_store, "--trace", tmp_path / "t", "--keep-alive", 1, "--port", 0)
+    assert "not an origin" in refused(tiny_store, "--cors", "example.org", "--port", 0)
     assert "--host" in refused(tiny_store, "--host", "203.0.113.7", "--port", 0)
