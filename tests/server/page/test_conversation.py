@@ -216,7 +216,7 @@ def test_reasoning_as_it_comes(browser: Browser, servers: Servers) -> None:
 def test_a_long_prompt_shows_how_far_it_is(browser: Browser, demo: str) -> None:
     browser.open(demo)
     browser.settings(temperature=0, max_tokens=2)
-    browser.send(f"Say yes. {uuid.uuid4()} " + "Red, green and blue. " * 60)
+    browser.send(f"Say yes. {uuid.uuid4()} " + "Red, green and blue. " * 72)
     told = browser.wait(
         lambda: re.fullmatch(r"Reading the prompt: (\d+) of (\d+) tokens.*", browser.last("progress").strip()),
         "the progress",
