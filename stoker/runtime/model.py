@@ -38,6 +38,8 @@ from stoker.runtime.uses import LayerUses, as_array
 from stoker.store.reader import Store, open_store
 from stoker.trace.events import Phase
 
+RSS_EVERY_NS = 50_000_000  # the system takes a while to say it
+
 
 def load(directory: str | FilePath, options: Options | None = None, recorder: Any = None) -> Runtime:
     """Open a store and make it ready. Raises StoreError, BudgetError or OptionError before any weight is read."""
@@ -103,7 +105,7 @@ class Runtime:
         self._no_mask = torch.zeros(1, 1, 1, 1)
         self.load_seconds = time.perf_counter() - started
         self.generation_config = _generation_config(store.path)
-        self._decode_ns = self._prefill_ns = 0
+        self._decode_ns = self._prefill_ns = self._rss_due_ns = 0
         self._decode_tokens = self._prefill_tokens = 0
 
     def _attach_experts(self) -> None:
@@ -284,7 +286,9 @@ class Runtime:
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
         if self.recorder is not None:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
-            now, rss = time.monotonic_ns(), budget.resident_bytes_now()
+            now, rss = time.monotonic_ns(), 0
+            if now > self._rss_due_ns:
+                rss, self._rss_due_ns = budget.resident_bytes_now(), now + RSS_EVERY_NS
             self.recorder.step(self.step.index, phase, ids.numel(), started, now, rss)
         return logits.squeeze(0) if keep is not None else logits
 

@@ -26,7 +26,7 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 ROUTES_PER_PART = 1 << 18
 ROW_INTEGERS_PER_PART = 1 << 18
 SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
-TOKENS_HELD = 1 << 9  # tokens (times layers) whose routes wait to be copied
+TOKENS_HELD = 1 << 10  # tokens (times layers) whose routes wait to be copied between steps
 
 
 class TraceWriter:
@@ -53,7 +53,6 @@ class TraceWriter:
         self._routes_before = 0  # entries in earlier parts
         self._experts, self._weights = array("i"), array("f")
         self._held: list[tuple[Any, ...]] = []  # what `layer` was given, and when
-        self._held_tokens = 0
         self._layer, self._read, self._evict, self._step = (array("q") for _ in range(4))
 
     def describe(self, **more: Any) -> None:
@@ -66,9 +65,6 @@ class TraceWriter:
     ) -> None:
         self._running_step = step
         self._held.append((step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, monotonic_ns()))
-        self._held_tokens += len(experts_TK)
-        if self._held_tokens > 2 * TOKENS_HELD:  # a prefill: its tensors are not for keeping
-            self._take_routes()
 
     def read(self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int) -> None:
         self._read.extend((self._running_step, pool, expert, cls, submit_ns, start_ns, end_ns, nbytes))
@@ -81,7 +77,7 @@ class TraceWriter:
         self._running_step = step + 1
         if self._saved_ns is None:
             self._saved_ns = start_ns
-        if self._held_tokens > TOKENS_HELD:
+        if len(self._held) * n_tokens > TOKENS_HELD:
             self._take_routes()
         held = len(self._held) * len(TABLES["layer"])
         integers = held + len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
@@ -109,21 +105,22 @@ class TraceWriter:
 
     def _take_routes(self) -> None:
         """Copy what is held, many steps at a time: code that has just run runs faster."""
+        all_experts, all_weights, add_row = self._experts, self._weights, self._layer.extend
         for step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, time_ns in self._held:
-            if len(experts_TK) == 1:  # a decode step has many of these: lists are the fast way
-                (experts,), (weights,) = _plain(experts_TK), _plain(weights_TK)
-                tokens, k = 1, len(experts)
-                self._experts.extend(experts)
-                self._weights.extend(weights)
+            route_start = self._routes_before + len(all_experts)
+            tokens = len(experts_TK)
+            if tokens == 1:  # a decode step has many of these: lists are the fast way
+                experts = _plain(experts_TK)[0]
+                k = len(experts)
+                all_experts.extend(experts)
+                all_weights.extend(_plain(weights_TK)[0])
             else:
-                array_TK = np.asarray(experts_TK)
-                tokens, k = array_TK.shape
-                self._experts.frombytes(array_TK.astype(np.int32).tobytes())
-                self._weights.frombytes(_floats(weights_TK).astype(np.float32).tobytes())
-            route_start = self._routes_before + len(self._experts) - tokens * k
-            self._layer.extend((step, pool, layer, tokens, k, hits, misses, wait_ns, time_ns, route_start))
+                experts = np.asarray(experts_TK)
+                k = experts.shape[1]
+                all_experts.frombytes(experts.astype(np.int32).tobytes())
+                all_weights.frombytes(_floats(weights_TK).astype(np.float32).tobytes())
+            add_row((step, pool, layer, tokens, k, hits, misses, wait_ns, time_ns, route_start))
         self._held.clear()
-        self._held_tokens = 0
 
     def _write_part(self) -> None:
         """Save the current part for good and begin another."""
