@@ -4,9 +4,7 @@ Compiles within limits, so that a schema from a client is refused before it cost
 is one token, the grammar begins behind it. Knows grammars as text; no layouts and no API.
 """
 
-import threading
 import time
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -129,26 +127,21 @@ class Channels:
         return self._inner is not None and self._inner.ended
 
 
-_compiled: "OrderedDict[tuple[int, str], LLMatcher]" = OrderedDict()
-_lock = threading.Lock()
-
-
 def compile_grammar(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
     """A matcher at the beginning of `grammar`; the last few are kept, since a conversation asks for the same again.
 
     Raises OptionError for one that llguidance does not take or that is too large; its `got` is llguidance's own reason.
     """
-    key = (id(vocabulary), grammar)
-    with _lock:
-        kept = _compiled.get(key)
-        if kept is not None:
-            _compiled.move_to_end(key)
-            return kept.deep_copy()
+    kept = vocabulary.compiled
+    with vocabulary.lock:
+        if grammar in kept:
+            kept.move_to_end(grammar)
+            return kept[grammar].deep_copy()  # type: ignore[no-any-return]
     matcher = _compile(vocabulary, grammar)
-    with _lock:
-        _compiled[key] = matcher.deep_copy()
-        while len(_compiled) > _KEPT_GRAMMARS:
-            _compiled.popitem(last=False)
+    with vocabulary.lock:
+        kept[grammar] = matcher.deep_copy()
+        while len(kept) > _KEPT_GRAMMARS:
+            kept.popitem(last=False)
     return matcher
 
 

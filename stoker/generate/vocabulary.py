@@ -5,6 +5,7 @@ The only place that makes llguidance's tokenizer. Knows tokens; no grammars and 
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +14,11 @@ from stoker.errors import OptionError
 
 
 class Vocabulary:
-    """`ll`: llguidance's tokenizer over vocab_tokens ids, of which `ends` end the output."""
+    """`ll`: llguidance's tokenizer over vocab_tokens ids, of which `ends` end the output.
+
+    Holds no reference to the tokenizer that it is made from: it goes when the model does. compiled: what constraint.py
+    keeps for this vocabulary, the last used at the end, under `lock`.
+    """
 
     def __init__(self, tokenizer: Any, vocab_tokens: int, ends: Iterable[int]) -> None:
         from llguidance.hf import from_tokenizer
@@ -23,7 +28,9 @@ class Vocabulary:
         # A model without an end is stopped by its token limit alone; llguidance needs one all the same.
         first = list(self.ends) or [vocab_tokens - 1]
         self.ll = from_tokenizer(tokenizer, n_vocab=vocab_tokens, eos_token=first)
-        self._tokenizer = tokenizer
+        self.compiled: OrderedDict[str, Any] = OrderedDict()
+        self.lock = threading.Lock()
+        self._added = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
         self._special = special = special_tokens(tokenizer)
         words = sorted(special, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, words)) + ")") if words else None
@@ -35,9 +42,7 @@ class Vocabulary:
 
     def token(self, text: str) -> int | None:
         """The one added token that is `text`, special or not."""
-        return next(
-            (index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) == text), None
-        )
+        return self._added.get(text)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:

@@ -44,6 +44,8 @@ def _plain(dialect: Dialect, template: str, message: Message, names: Mapping[str
     if given.get("tool_calls"):
         given["tool_calls"] = [_call(dialect, call) for call in given["tool_calls"]]
         given["content"] = given.get("content") or (dialect.no_content if dialect.native else "")
+        if dialect.harmony and given["content"] and thought:  # its template takes one of them beside calls
+            given |= {"thinking": f"{thought}\n\n{given['content']}", "content": ""}
     return given
 
 

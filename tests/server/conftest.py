@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.generate.stores import pack, write_checkpoint
+from tests.server.running import Server
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,3 +41,10 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """512 tokens of vocabulary and of context, with a chat template; its words mean nothing."""
     base = tmp_path_factory.mktemp("models")
     return pack(write_checkpoint(base / "checkpoint"), base / "tiny", "--bits", 8, "--group-size", 32)
+
+
+@pytest.fixture(scope="session")
+def talking(demo_store: Path) -> Iterator[Server]:
+    """A server on the demo model with the key `sesame`, for tests that ask little each."""
+    with Server(demo_store, "--memory", "1500MiB", "--parallel", 2, "--api-key", "sesame") as running:
+        yield running
