@@ -7,6 +7,7 @@ nothing. Knows no model, no residency and no clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -98,14 +99,14 @@ class RouteReplay:
         return self.experts_LTK[index, np.arange(self._first, end) % self.tokens]
 
     def guess(self, index: int, step: int, tokens: int, share: float = 1.0) -> list[int]:
-        """A look ahead at the likelier `share` of each token's choices, most likely first: the true one with
-        probability `look_ahead_recall`, else one of the layer's at random."""
+        """A look ahead at the likelier `share` of each token's choices, what most tokens agree on first: the true one
+        with probability `look_ahead_recall`, else one of the layer's at random."""
         truth_TK = self.take(index, step, tokens)
         truth_TK = truth_TK[:, : max(1, round(share * truth_TK.shape[1]))]
         others = self.experts_LTK[index].reshape(-1)
         drawn = others[self._random.integers(len(others), size=truth_TK.shape)]
         known = self._random.random(truth_TK.shape) < self.look_ahead_recall
-        return list(dict.fromkeys(np.where(known, truth_TK, drawn).T.ravel().tolist()))
+        return [expert for expert, _ in Counter(np.where(known, truth_TK, drawn).T.ravel().tolist()).most_common()]
 
 
 class LayerReplay:

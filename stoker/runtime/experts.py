@@ -6,6 +6,7 @@ computes each expert as it arrives, and adds the weighted results in a fixed ord
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ from stoker.runtime.uses import LayerUses
 if TYPE_CHECKING:
     from stoker.residency import Residency
 
+WIDE_AHEAD_TOKENS = 4  # so many answers lengthen the time between two layers' reads by that of `prefetch` reads
 STREAM_GROUP = 8  # experts computed in one native call where as many are there: a call costs two wake-ups
 
 Path = Literal["auto", "exact", "staged", "hot", "whole_layer"]
@@ -202,7 +204,8 @@ class StreamedExperts:
         if not self.prefetch:
             return None
         likely = following.look_ahead(hidden_TD, share=0.5)
-        return following.pool, self.residency.absent(following.pool, likely)[: self.prefetch]
+        limit = self.prefetch + self.prefetch * len(hidden_TD) // WIDE_AHEAD_TOKENS
+        return following.pool, self.residency.absent(following.pool, likely)[:limit]
 
     def _compute(
         self, pairs: Pairs, positions: Sequence[int], addresses: Sequence[int], hidden_TD: Tensor, out_PD: Tensor
@@ -217,7 +220,7 @@ class StreamedExperts:
     def look_ahead(self, hidden_TD: Tensor, share: float = 1.0) -> list[int]:
         """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead.
 
-        Most likely first; `share` of each token's choices is considered.
+        Most likely first: what most tokens agree on, then by rank; `share` of each token's choices is considered.
         """
         if self.replay is not None:
             return self.replay.look_ahead(self.step.index, hidden_TD.shape[0], share)
@@ -225,7 +228,7 @@ class StreamedExperts:
             return []
         index_TK = self.router(hidden_TD)[-1]
         ranks = max(1, round(share * index_TK.shape[1]))
-        return list(dict.fromkeys(index_TK[:, :ranks].T.flatten().tolist()))
+        return [expert for expert, _ in Counter(index_TK[:, :ranks].T.flatten().tolist()).most_common()]
 
 
 def _experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
