@@ -46,7 +46,7 @@ class Items:
             yield self._event("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"])
         else:
             part = item["content"][0]
-            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
             yield self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._event("response.content_part.done", content_index=0, part=dict(part))
         if item["type"] == "reasoning" and self._sealed:
@@ -66,7 +66,7 @@ class Items:
 
     def _say(self, kind: str, event: str, text: str) -> Iterator[Event]:
         content = self.output[-1]["content"]
-        more = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+        more: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
         if not content:
             content.append({"type": kind, "text": "", **more})
             yield self._event("response.content_part.added", content_index=0, part=dict(content[0]))
