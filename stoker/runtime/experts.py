@@ -195,11 +195,12 @@ class StreamedExperts:
 
     def _ahead(self, hidden_TD: Tensor) -> tuple[int, list[int]] | None:
         """What to read behind this layer's experts for the next one: all guesses for a prompt, which needs most experts
-        anyway; for answers alone only as many of the likelier half as bridge the time between two layers' reads."""
+        anyway, or where nothing stays between steps; for answers alone only as many of the likelier half as bridge the
+        time between two layers' reads."""
         following = self.next
         if following is None:
             return None
-        if self.step.phase == "prefill":
+        if self.step.phase == "prefill" or self.path == "whole_layer":
             return following.pool, following.look_ahead(hidden_TD)
         if not self.prefetch:
             return None
