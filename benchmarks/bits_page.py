@@ -64,7 +64,7 @@ def both_table(speed: dict[str, Any], quality: dict[str, Any] | None) -> list[st
     rows = {(r["bits"], r["experts_a_token"], r["budget_gib"]): r for r in speed["modelled"] if "refused" not in r}
     budgets = sorted({key[2] for key in rows})
     lines = [
-        "| experts at | experts a token | perplexity of the testbed, measured | "
+        "| experts | a token | testbed's perplexity for that change alone, measured | "
         + " | ".join(f"speed at {gib} GiB, modelled" for gib in budgets)
         + " |",
         "|---|---|---|" + "---|" * len(budgets),
@@ -78,13 +78,13 @@ def both_table(speed: dict[str, Any], quality: dict[str, Any] | None) -> list[st
 
 
 def _quality(quality: dict[str, Any] | None, bits: int, share: float) -> str:
-    """Perplexity over that of 16 bits and all chosen experts, on the testbed with the finer experts."""
+    """One change alone, on the testbed with the finer experts: experts of fewer bits, or fewer experts at 16 bits."""
     if quality is None or "e32k4" not in quality:
         return "not measured yet"
     rows = quality["e32k4"]["rows"]
     k = round(share * rows[0]["experts_a_token"])
-    fitting = [row for row in rows if row["bits"] == bits and row["experts_a_token"] == k]
-    fitting.sort(key=lambda row: row["rounded"] != "experts")
+    wanted = (bits, "experts", k) if share == 1 else (16, "all matrices", k)
+    fitting = [row for row in rows if (row["bits"], row["rounded"], row["experts_a_token"]) == wanted]
     return _ratio(fitting[0]) if fitting else "not measured"
 
 
@@ -94,7 +94,8 @@ def quality_table(quality: dict[str, Any] | None) -> list[str]:
     lines: list[str] = []
     for name, one in quality.items():
         lines += [
-            f"`{name}`, {one['test_tokens']:,} tokens of the test split, all **measured**:",
+            f"`{name}` after {one['tokens_seen'] / 1e6:.3g} million training tokens, on {one['test_tokens']:,} tokens "
+            "of the test split, all **measured**:",
             "",
             "| bits | rounded | experts a token | perplexity | times the original's (95%) |",
             "|---|---|---|---|---|",
