@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.bench import probe
+from stoker.bench import probe, probe_memory
 from stoker.bench.budgets import Divider
 from stoker.bench.outlook import Assumptions, setting_of
 from stoker.bench.provenance import provenance, spread, write_result
@@ -42,6 +42,7 @@ GIB = 1 << 30
 PROMPT, WARM_UP, DECODE = 512, 8, 40
 CONTEXT = 4096
 DECODE_BAR, TTFT_BAR = 0.15, 0.25
+IDLE_S = 15.0  # until a host has back what was freed
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,12 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
         found += [
             Configuration(f"demo {gib} GiB random ids", arguments.demo, gib, None, "uniform") for gib in (0.8, 1, 2)
         ]
-    if arguments.only:
-        found = [one for one in found if any(word in one.name for word in arguments.only)]
     return found
+
+
+def chosen(arguments: argparse.Namespace) -> list[Configuration]:
+    words = arguments.only
+    return [one for one in configurations(arguments) if not words or any(word in one.name for word in words)]
 
 
 # ---- measuring: the child
@@ -210,7 +214,12 @@ def forecast(
 def compared(
     one: Configuration, runs: list[dict[str, Any]], profile: Profile, known: Routing, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The row of a configuration: what was measured, the three forecasts, their errors, and the runs themselves."""
+    """The row of a configuration: what was measured, the three forecasts, their errors, and the runs themselves.
+
+    Of runs in which other programs were busy the quietest counts, and only where there is no quiet one.
+    """
+    quietest = min(runs, key=lambda run: run["others_share"])
+    every, runs = runs, [run for run in runs if run["others_share"] <= arguments.busy] or [quietest]
     store = open_store(one.store)
     guess = routing_named(one.assumed) if one.assumed else assumed(store.pools[0].experts)[0]
     paired = [forecast(one, store, at_moment(profile, run["moment"]), known) for run in runs]
@@ -250,7 +259,7 @@ def compared(
         "ttft_error_assumed": guessed_prompt.total_s / first_s - 1,
         "within_bars": within(decode_error, ttft_error),
         "within_bars_profile": within(token.tokens_s / speed - 1, prompt.total_s / first_s - 1),
-        "runs": runs,
+        "runs": every,
     }  # fmt: skip
     say(
         f"{one.name:<28} decode {speed:6.2f} measured, forecast {decode_error:+.0%} (profile "
@@ -285,6 +294,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--add", action="store_true", help="to the runs in the results file, with its profile")
     parser.add_argument("--again", action="store_true", help="measure nothing, forecast the file's runs anew")
+    parser.add_argument("--constants", nargs="*", choices=("memory", "costs"), default=[], help="measure them anew")
     parser.add_argument("--record", action="store_true", help="only record routes of random ids into --traces")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
@@ -297,25 +307,50 @@ def main() -> None:
 def report(arguments: argparse.Namespace, traces: Path) -> None:
     before = json.loads(arguments.out.read_text()) if arguments.add or arguments.again else {"rows": []}
     runs = {row["configuration"]["name"]: row["runs"] for row in before["rows"]}
-    known = {one.name: own_routing(one, arguments.threads, traces) for one in configurations(arguments)}
+    known = {one.name: own_routing(one, arguments.threads, traces) for one in chosen(arguments)}
     if arguments.record:
         return
     profile = profile_of(before, arguments)
     rows = {row["configuration"]["name"]: row for row in before["rows"]}
-    for one in configurations(arguments):
+    for one in chosen(arguments):
         if arguments.again and one.name not in runs:
             continue
         new = [] if arguments.again else measured(one, profile, arguments)
         runs[one.name] = runs.get(one.name, []) + new
         rows[one.name] = compared(one, runs[one.name], profile, known[one.name], arguments)
-        write_result(arguments.out, result(list(rows.values()), profile))
+        order = [each.name for each in configurations(arguments)]
+        sorted_rows = sorted(rows.values(), key=lambda row: order.index(row["configuration"]["name"]))
+        write_result(arguments.out, result(sorted_rows, profile))
+    print(table(sorted_rows))
     within_both = sum(row["within_bars"] for row in rows.values())
     say(f"{within_both} of {len(rows)} within the bars; written to {arguments.out}")
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows in Markdown: measured, and by how much the forecasts are off."""
+    head = "| configuration | tok/s | paired | profile | first token, s | paired | profile | runs | others |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        speed, first = row["measured"]["tokens_s"]["median"], row["measured"]["ttft_s"]["median"]
+        errors = [row[name] for name in ("decode_error", "decode_error_profile", "ttft_error", "ttft_error_profile")]
+        bars = (DECODE_BAR, DECODE_BAR, TTFT_BAR, TTFT_BAR)
+        cells = [f"**{e:+.0%}**" if abs(e) > bar else f"{e:+.0%}" for e, bar in zip(errors, bars, strict=True)]
+        lines.append(
+            f"| {row['configuration']['name']} | {speed:.2f} | {cells[0]} | {cells[1]} | {first:.1f} | {cells[2]} "
+            f"| {cells[3]} | {row['measured']['tokens_s']['n']} | {row['others_share']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
 def profile_of(before: dict[str, Any], arguments: argparse.Namespace) -> Profile:
     if "profile" in before:
-        return from_dict(before["profile"])
+        found = from_dict(before["profile"])
+        if "memory" in arguments.constants:
+            time.sleep(IDLE_S)
+            found = replace(found, first_use=probe_memory.measure(arguments.threads))
+        if "costs" in arguments.constants:
+            found = replace(found, costs=probe.measure_costs(arguments.threads))
+        return found
     return (
         load(arguments.profile) if arguments.profile else probe.measure(Path(arguments.store), arguments.threads, say)
     )

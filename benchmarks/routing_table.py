@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from stoker.plan.forecast_routing import strangers
+from stoker.plan.forecast_routing import guesses
 from stoker.plan.replay import replay
 from stoker.plan.routes import Routes, Stream, load_routes
 
 OUT = Path(__file__).resolve().parents[1] / "stoker/plan/data/routing.json"
 SHARES = (1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
-OTHER_POLICIES = ("lfru", "decayed-lfu:64", "s3-fifo")
+OTHER_POLICIES = ("lfru", "decayed-lfu:64", "s3-fifo", "fifo")
 OTHER_TOKENS = 1600
 WINDOWS = (1, 8, 32, 128, 256, 512, 1024, 2048)
 WARM_UP = 0.1
@@ -67,8 +67,14 @@ def table(routes: Routes, path: Path) -> dict[str, Any]:
         },
         "windows": list(WINDOWS),
         "distinct": [round(distinct(routes, window), 2) for window in WINDOWS],
-        "strange": [round(strangers(routes, size), 4) for size in slots],
+        **guessed(routes, slots),
     }
+
+
+def guessed(routes: Routes, slots: list[int]) -> dict[str, list[float]]:
+    """What reads ahead meet: `strange`, wrong guesses that are not in memory; `likely`, misses in the stronger half."""
+    found = [guesses(routes, size) for size in slots]
+    return {"strange": [round(one, 4) for one, _ in found], "likely": [round(one, 4) for _, one in found]}
 
 
 def lru(routes: Routes, slots: list[int]) -> dict[str, Any]:

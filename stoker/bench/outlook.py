@@ -29,7 +29,7 @@ class Assumptions:
     path: str = "auto"
     context: int = 512
     prompt_tokens: int = 512
-    depth: int = 8
+    depth: int | None = None
     direct: bool = True
 
 

@@ -32,10 +32,11 @@ def measure(directory: Path, threads: int, progress: Callable[[str], None] = lam
     nothing can be measured.
     """
     started = time.perf_counter()
+    progress("memory")
+    first_use = probe_memory.measure(threads)
     progress("fixed costs of a step")
     costs = measure_costs(threads)
-    progress("memory and kernels")
-    first_use = probe_memory.measure(threads)
+    progress("kernels")
     kernels = probe_kernels.measure(threads)
     progress(f"disk under {directory}")
     disk = probe_disk.measure(directory, DISK_SECONDS)
@@ -68,9 +69,7 @@ def again(before: Profile, directory: Path, record_bytes: int, seconds: float = 
     disk = probe_disk.measure(directory, seconds / 2, (record_bytes,))
     waits = probe_waits.measure(directory, before.threads, seconds / 2, disk.depth, record_bytes)
     kernels = probe_kernels.measure(before.threads)
-    return replace(
-        before, bursts=disk.bursts, sustained=disk.sustained, depth=disk.depth, kernels=kernels, waits=waits
-    )
+    return replace(before, bursts=disk.bursts, sustained=disk.sustained, depth=disk.depth, kernels=kernels, waits=waits)
 
 
 def measure_costs(threads: int) -> Costs:

@@ -2,7 +2,8 @@
 
 A model of the right form and hardly any size is decoded: with all experts resident, with transformers' own attention,
 with slots for nearly all and for few of them. The difference of two depths is the cost of a layer, the rest that of a
-step; what the runs with few slots take longer is the cost of keeping and of misses.
+step; what the runs with few slots take longer is the cost of keeping and of misses. In each layer as much memory is
+walked through as the weights of a large model's layer are: what it pushes out of the caches is part of the cost.
 """
 
 import json
@@ -17,7 +18,8 @@ from typing import Any
 SHAPE = "qwen3-30b-a3b-mini"
 SHALLOW, DEEP = 4, 20
 NEARLY, FEW = 15, 4  # slots, of 16 experts a layer
-TOKENS, WARM_UP = 60, 6
+TOKENS, WARM_UP = 36, 6
+WALK_BYTES, WALKED_BYTES = 24 << 20, 192 << 20  # a layer, and where it walks
 PAUSE_S = 0.0015  # as long as a read of a record or two
 GIB = 1 << 30
 
@@ -81,32 +83,40 @@ def _run(store: Path, threads: int, fuse: bool, slots: int | None = None, pause_
             _starve(runtime, slots)
         else:
             runtime.residency.warm()
-        paused = _Pauses(runtime, pause_s) if pause_s else None
+        between = _Between(runtime, pause_s)
         sequence = runtime.new_sequence()
         runtime.prefill(sequence, [1, 2, 3, 4])
         busy, misses, tally = [], [], runtime.residency.tally
         for index in range(TOKENS):
             stall_ns, missed, started = tally.stall_ns, tally.misses, time.perf_counter_ns()
-            slept_ns = paused.slept_ns if paused else 0
+            spent_ns = between.spent_ns
             runtime.decode([sequence], [(7 * index + 5) % 500])
             if index >= WARM_UP:
-                idle_ns = tally.stall_ns - stall_ns + (paused.slept_ns - slept_ns if paused else 0)
+                idle_ns = tally.stall_ns - stall_ns + between.spent_ns - spent_ns
                 busy.append((time.perf_counter_ns() - started - idle_ns) / 1e6)
                 misses.append(tally.misses - missed)
         return _Found(busy, misses, int(runtime.ledger()["process_bytes"]))
 
 
-class _Pauses:
-    """Sleeps in every acquire, as a wait for a read does: threads and caches are cold when the layer goes on."""
+class _Between:
+    """In every acquire: walks through memory as through a layer's weights, and sleeps as in a wait for a read."""
 
-    def __init__(self, runtime: Any, seconds: float) -> None:
-        self.slept_ns = 0
+    def __init__(self, runtime: Any, pause_s: float) -> None:
+        from stoker.native import kernels
+        from stoker.native.io import Arena
+
+        self.spent_ns, self._at = 0, 0
+        self.arena = Arena(WALKED_BYTES)
+        self.arena.populate()
         residency, acquire = runtime.residency, runtime.residency.acquire
 
         def slow(pool: int, experts: Sequence[int]) -> Any:
             started = time.perf_counter_ns()
-            time.sleep(seconds)
-            self.slept_ns += time.perf_counter_ns() - started
+            kernels.read_once(self.arena.address + self._at, WALK_BYTES)
+            self._at = (self._at + WALK_BYTES) % WALKED_BYTES
+            if pause_s:
+                time.sleep(pause_s)
+            self.spent_ns += time.perf_counter_ns() - started
             return acquire(pool, experts)
 
         residency.acquire = slow

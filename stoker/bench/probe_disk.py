@@ -160,7 +160,8 @@ def _bursts(reader: Reader, seconds: float, sizes: Sequence[int]) -> tuple[Burst
 def _burst(setup: tuple[int, int], found: list[tuple[float, float]]) -> Burst:
     firsts, lasts = [first for first, _ in found], sorted(last for _, last in found)
     low, _, high = statistics.quantiles(lasts, n=4)
-    return Burst(*setup, trimmed_mean(firsts), trimmed_mean(lasts), low, high, len(found))
+    last = trimmed_mean(lasts)
+    return Burst(*setup, min(last, trimmed_mean(firsts)), last, min(low, last), max(high, last), len(found))
 
 
 def trimmed_mean(times: Sequence[float]) -> float:

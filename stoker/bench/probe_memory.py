@@ -1,11 +1,14 @@
 """First use of memory: how fast it comes, and how much of the computing stands still meanwhile.
 
 On a virtual machine whose memory was given back, the host has to find each page, and a first prompt fills gigabytes of
-slots. Much is used at once, because what another program has just freed comes back fast. Knows no model.
+slots. What another program has just freed comes first and fast, so much is used, and the median part of it counts;
+measure on a machine that has been idle for some seconds. Knows no model.
 """
 
+import statistics
 import threading
 import time
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -15,28 +18,63 @@ from stoker.native import kernels
 from stoker.native.io import Arena
 from stoker.plan.profile import FirstUse
 
-FRESH_BYTES, LEAST_BYTES = 1 << 30, 128 << 20
+FRESH_BYTES, LEAST_BYTES = 3 << 29, 256 << 20
+PARTS = 16
 WEIGHTS_BYTES = 64 << 20
 TOKENS = 64  # a product of about a millisecond
 
 
 def measure(threads: int) -> FirstUse:
-    """One thread uses a gigabyte for the first time while `threads` compute."""
+    """One thread uses a gigabyte and a half for the first time while `threads` compute."""
     before, nbytes = kernels.threads(), max(LEAST_BYTES, min(FRESH_BYTES, psutil.virtual_memory().available // 4))
-    with torch.inference_mode(), Arena(WEIGHTS_BYTES) as weights, Arena(nbytes) as fresh:
+    with torch.inference_mode(), Arena(WEIGHTS_BYTES) as weights:
         fill(weights)
         dense, x, out = SomeDense(weights), torch.randn(TOKENS, HIDDEN), torch.empty(TOKENS, DENSE.rows)
         try:
             kernels.set_threads(threads)
             usual_s = median_s(lambda: dense.product(x, out), seconds=0.3)
-            user = threading.Thread(target=fresh.populate)
-            started, products = time.perf_counter(), 0
+            user = _User(nbytes // PARTS)
+            products: list[tuple[float, float]] = []  # begin, end
             user.start()
             while user.is_alive():
+                started = time.perf_counter()
                 dense.product(x, out)
-                products += 1
+                products.append((started, time.perf_counter()))
             user.join()
-            took_s = time.perf_counter() - started
-            return FirstUse(nbytes / took_s, min(1.0, max(0.0, 1 - products * usual_s / took_s)))
+            usual_s = min(usual_s, median_s(lambda: dense.product(x, out), seconds=0.3))
+            return first_use(user.parts, user.part_bytes, products, usual_s)
         finally:
             kernels.set_threads(before)
+
+
+class _User(threading.Thread):
+    """Uses PARTS arenas one after the other. parts: (begin, end) of each."""
+
+    def __init__(self, part_bytes: int) -> None:
+        super().__init__()
+        self.part_bytes, self.parts = part_bytes, list[tuple[float, float]]()
+
+    def run(self) -> None:
+        held = []
+        for _ in range(PARTS):
+            held.append(Arena(self.part_bytes))
+            started = time.perf_counter()
+            held[-1].populate()
+            self.parts.append((started, time.perf_counter()))
+        for arena in held:
+            arena.close()
+
+
+def first_use(
+    parts: Sequence[tuple[float, float]], part_bytes: int, products: Sequence[tuple[float, float]], usual_s: float
+) -> FirstUse:
+    """From when each part was used and each product ran (begin, end in s). What was at hand counts for nothing."""
+    usual_part_s = statistics.median(end - begin for begin, end in parts)
+    found = [(begin, end) for begin, end in parts if end - begin > usual_part_s / 2]
+    took_s = sum(end - begin for begin, end in found)
+    done = sum(
+        max(0.0, min(end, last) - max(begin, first)) / (last - first)
+        for begin, end in found
+        for first, last in products
+    )
+    return FirstUse(part_bytes / usual_part_s, min(1.0, max(0.0, 1 - done * usual_s / took_s)))

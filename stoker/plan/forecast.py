@@ -18,7 +18,7 @@ from stoker.plan.sizes import ModelShape
 Quartile = Literal["last", "low", "high"]
 GATE_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
 LIKELY_SHARE = 0.5  # of a token's guesses that are read ahead
-FIFO_LOSS = 0.04  # hit rate of first in, first out below LRU's
+STAGED_POLICY = "fifo"  # what the staged path does whatever policy is named
 PLAIN_BYTES = 4
 
 
@@ -31,7 +31,7 @@ class Setting:
     prefill_chunk: int
     path: str = "auto"
     policy: str = "lru"
-    depth: int = 8
+    depth: int | None = None  # reads in flight; None: as the engine would choose on this disk
     direct: bool = True
     prefetch: int = 3
 
@@ -139,7 +139,8 @@ def decode(
     times = times_of(shape, machine, setting, between_ms, streaming_ms)
     if seen is not None and seen < setting.slots < shape.experts:
         times = first_used(times, 1e3 * shape.record_bytes / machine.profile.first_use.bytes_s)
-    layer = simulate(missed, times, read_ahead(shape, setting, routing))
+    depth = setting.depth or machine.profile.depth
+    layer = simulate(missed, times, read_ahead(shape, setting, routing, depth))
     return TokenForecast(
         dense_ms=dense_ms,
         attention_ms=attention_ms,
@@ -184,13 +185,14 @@ def first_used(times: LayerTimes, touch_ms: float) -> LayerTimes:
     return replace(times, first_ms=times.first_ms + touch_ms, each_ms=max(times.each_ms, touch_ms))
 
 
-def read_ahead(shape: ModelShape, setting: Setting, routing: Routing) -> ReadAhead | None:
+def read_ahead(shape: ModelShape, setting: Setting, routing: Routing, depth: int) -> ReadAhead | None:
     """What the engine reads for the next layer while this one waits; None where it does not."""
     strange = routing.strange(setting.slots, shape.experts)
     if setting.path == "staged":
-        return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange)
+        return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange, 1.0, depth)
     if setting.path in ("auto", "hot") and setting.prefetch:
-        return ReadAhead(setting.prefetch, LIKELY_SHARE, GATE_RECALL, strange)
+        missed = routing.likely(setting.slots, shape.experts)
+        return ReadAhead(setting.prefetch, LIKELY_SHARE, GATE_RECALL, strange, missed, depth)
     return None
 
 
@@ -201,15 +203,8 @@ def misses_of(shape: ModelShape, setting: Setting, routing: Routing) -> np.ndarr
         return none_kept
     if setting.slots >= shape.experts:
         return np.eye(1, shape.top_k + 1)[0]
-    found = routing.misses(setting.slots, shape.experts, shape.top_k, setting.policy)
-    if setting.path != "staged":
-        return found
-    first_in = np.roll(found, 1)  # FIFO: a little of each event moves to one miss more
-    first_in[0] = 0
-    share = min(1.0, FIFO_LOSS * shape.top_k)
-    shifted = (1 - share) * found + share * first_in
-    shifted[-1] += share * found[-1]
-    return shifted
+    policy = STAGED_POLICY if setting.path == "staged" else setting.policy
+    return routing.misses(setting.slots, shape.experts, shape.top_k, policy)
 
 
 def prefill(
@@ -256,8 +251,8 @@ def _chunk_layer(
 ) -> _Layer:
     """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds.
 
-    fresh: records that go to memory used for the first time. The reading thread waits for each, so no read is faster
-    than its memory is found, and what finding it holds up of the computing is lost.
+    fresh: records that go to memory used for the first time. The reading thread waits for each (the read before it is
+    over by then, as a rule), and what finding memory holds up of the computing is lost.
     """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
@@ -268,17 +263,19 @@ def _chunk_layer(
     dense_s += (costs.layer_ms if shape.plain_attention == 0 else costs.plain_layer_ms) / 1e3
     rows = chunk * shape.top_k / max(1.0, distinct)
     experts_s = chunk * shape.top_k * shape.expert_macs / rate_at(kernels.expert_macs_s, rows)
-    read_s = machine.steady_s(
-        missing * shape.record_bytes, shape.record_bytes, min(setting.depth, setting.ring_records)
-    )
+    depth = min(setting.depth or machine.profile.depth, setting.ring_records)
+    read_s = machine.steady_s(missing * shape.record_bytes, shape.record_bytes, depth)
     first_use = machine.profile.first_use
     touch_s = fresh * shape.record_bytes / first_use.bytes_s
-    arrive_s = max(read_s, touch_s)
+    used_before_s = read_s * (missing - fresh) / missing if missing else 0.0
+    arrive_s = max(read_s, used_before_s + touch_s)
     record_s = arrive_s / missing if missing else 0.0
     through_ring = setting.path == "whole_layer" or (setting.path == "auto" and distinct > setting.slots)
     under_dense_s = min(dense_s, setting.ring_records * record_s) if through_ring else 0.0
-    computing_s = dense_s + experts_s + touch_s * first_use.holds
-    total_s = max(computing_s + record_s, dense_s - under_dense_s + arrive_s + experts_s / max(1.0, distinct))
+    held_s = touch_s * first_use.holds
+    held_dense_s = held_s * under_dense_s / arrive_s if arrive_s else 0.0
+    reading_s = dense_s + held_dense_s - under_dense_s + arrive_s + experts_s / max(1.0, distinct)
+    total_s = max(dense_s + experts_s + held_s + record_s, reading_s)
     return _Layer(dense_s, experts_s, arrive_s, total_s if missing >= 0.5 else dense_s + experts_s)
 
 

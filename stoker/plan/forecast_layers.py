@@ -33,12 +33,15 @@ class LayerTimes:
 @dataclass(frozen=True)
 class ReadAhead:
     """most: reads that a layer sends out for the next; share: of a token's choices that are considered, the likeliest;
-    recall: of a guess; strange: how often a wrong guess is not in memory, and is read for nothing."""
+    recall: of a guess; strange: how often a wrong guess is not in memory, and is read for nothing; missed: share of the
+    misses among those that are considered; depth: reads in flight, which are not given up any more."""
 
     most: int
     share: float
     recall: float
     strange: float
+    missed: float = 0.5
+    depth: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,14 @@ class _Run:
         sent = 0
         guesses = [True] * self.right + [False] * self.wrong
         self.random.shuffle(guesses)
+        ends = [self.free_ms]
+        depth = self.ahead.depth if self.ahead else 1
         for right in guesses:
-            if max(self.free_ms, self.submitted_ms) >= need_ms:
+            accepted_ms = ends[-depth] if len(ends) >= depth else 0.0
+            if max(accepted_ms, self.submitted_ms) >= need_ms:
                 break
             end = self._serve(self.submitted_ms)
+            ends.append(end)
             sent += 1
             if right:
                 landing.append(end)
@@ -132,7 +139,7 @@ class _Run:
         if self.ahead is None:
             return
         likely = max(1, round(self.ahead.share * self.top_k))
-        among = self.random.hypergeometric(next_misses, self.top_k - next_misses, likely) if next_misses else 0
+        among = min(likely, int(self.random.binomial(next_misses, self.ahead.missed)))
         right = int(self.random.binomial(among, self.ahead.recall))
         wrong = int(self.random.binomial(likely, (1 - self.ahead.recall) * self.ahead.strange))
         while right + wrong > self.ahead.most:

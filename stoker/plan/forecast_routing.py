@@ -44,6 +44,10 @@ class Routing(Protocol):
         """How often an expert that is drawn by its popularity, as a wrong guess is, is not in memory."""
         ...
 
+    def likely(self, slots: float, experts: int) -> float:
+        """Share of the misses among the stronger half of a token's choices: what reads ahead go for."""
+        ...
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -61,6 +65,9 @@ class Uniform:
     def strange(self, slots: float, experts: int) -> float:
         return 1 - min(1.0, slots / experts)
 
+    def likely(self, slots: float, experts: int) -> float:
+        return 0.5
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -75,6 +82,7 @@ class Curve:
     windows: tuple[int, ...]
     distinct_experts: tuple[float, ...]
     strange_guesses: tuple[float, ...]  # at each of `slots`
+    likely_misses: tuple[float, ...]  # at each of `slots`
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         rows = self.misses_per_event.get(policy)
@@ -98,6 +106,9 @@ class Curve:
 
     def strange(self, slots: float, experts: int) -> float:
         return float(np.interp(slots / experts * self.experts, self.slots, self.strange_guesses))
+
+    def likely(self, slots: float, experts: int) -> float:
+        return float(np.interp(slots / experts * self.experts, self.slots, self.likely_misses))
 
 
 class Replayed:
@@ -124,6 +135,10 @@ class Replayed:
         return counts / counts.sum()
 
     @lru_cache(maxsize=64)  # noqa: B019  # lives as long as one command
+    def _guesses(self, slots: int) -> tuple[float, float]:
+        return guesses(self._part, slots)
+
+    @lru_cache(maxsize=64)  # noqa: B019
     def _counted(self, policy: str, size: int) -> list[np.ndarray]:
         outcome = replay(self._part, policy, size, self._warm_up)
         pairs = zip(self._part.streams, outcome.misses, strict=True)
@@ -138,22 +153,33 @@ class Replayed:
         return float(np.mean(found))
 
     def strange(self, slots: float, experts: int) -> float:
-        return strangers(self._part, int(slots)) if slots < experts else 0.0
+        return self._guesses(int(slots))[0] if slots < experts else 0.0
+
+    def likely(self, slots: float, experts: int) -> float:
+        return self._guesses(int(slots))[1] if slots < experts else 0.5
 
 
-def strangers(routes: Routes, slots: int, places: int = 4) -> float:
-    """Share of all uses that go to experts outside a pool's `slots` most recently used, at `places` of the later half.
+def guesses(routes: Routes, slots: int, places: int = 40) -> tuple[float, float]:
+    """(share of all uses that go to experts outside a pool's `slots` most recently used, share of the misses among the
+    stronger half of a token's choices), at `places` of the later half of the routes.
 
     Which policy kept them matters little: what is popular was used lately.
     """
-    found = []
+    strange, missed = [], np.zeros(2)
     for stream in routes.streams:
         uses = np.bincount(stream.experts)
-        for end in np.linspace(len(stream.experts) // 2, len(stream.experts), places, dtype=int):
-            experts, latest = np.unique(stream.experts[:end][::-1], return_index=True)
+        events = np.linspace(len(stream) // 2, len(stream) - 1, places, dtype=int)
+        for count, event in enumerate(events):
+            start, end = stream.starts[event], stream.starts[event + 1]
+            latest_first = stream.experts[:start][::-1]
+            experts, latest = np.unique(latest_first, return_index=True)
             resident = experts[np.argsort(latest)][:slots]
-            found.append(1 - uses[resident].sum() / uses.sum())
-    return float(np.mean(found))
+            if count % 10 == 0:
+                strange.append(1 - uses[resident].sum() / uses.sum())
+            absent = ~np.isin(stream.experts[start:end], resident)
+            half = (end - start + 1) // 2
+            missed += absent[:half].sum(), absent[half:].sum()
+    return float(np.mean(strange)), float(missed[0] / missed.sum()) if missed.sum() else 0.5
 
 
 def binomial(n: int, p: float) -> np.ndarray:
@@ -193,6 +219,7 @@ def _curve(table: dict[str, Any]) -> Curve:
         windows=tuple(table["windows"]),
         distinct_experts=tuple(table["distinct"]),
         strange_guesses=tuple(table["strange"]),
+        likely_misses=tuple(table["likely"]),
     )
 
 

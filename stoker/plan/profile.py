@@ -23,7 +23,7 @@ VERSION = 5
 @dataclass(frozen=True)
 class Burst:
     """`reads` records of `record_bytes` asked for at once, from idle: mean ms (without the slowest fiftieth) until the
-    first and the last are there. low_ms, high_ms: quartiles of the last; n: how many bursts were timed.
+    first and the last are there. low_ms, high_ms: quartiles of the last, or that mean; n: how many bursts were timed.
     """
 
     record_bytes: int

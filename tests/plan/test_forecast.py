@@ -15,6 +15,7 @@ from stoker.plan.forecast_routing import (
     assumed,
     binomial,
     curves,
+    guesses,
     hit_rate,
     routing_named,
     spread_over,
@@ -42,6 +43,9 @@ class Always:
 
     def strange(self, slots: float, experts: int) -> float:
         return 1 - slots / experts
+
+    def likely(self, slots: float, experts: int) -> float:
+        return 0.5
 
 
 def test_everything_resident_is_bytes_over_bandwidth() -> None:
@@ -100,21 +104,21 @@ def test_reads_get_on_no_further_while_computing_holds_them_up() -> None:
 
 
 def test_nothing_is_read_ahead_under_weights_that_hold_reads_up() -> None:
-    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0, missed=1.0)
     times = LayerTimes(between_ms=20.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0, progress=0.0)
     assert simulate(missing(2), times, sure).stall_ms < 1e-9
     assert simulate(missing(2), replace(times, streaming_ms=20.0), sure).stall_ms > 4.0
 
 
 def test_reading_ahead_with_perfect_sight_hides_what_fits_between() -> None:
-    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0, missed=1.0)
     slow = LayerTimes(between_ms=20.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
     found = simulate(missing(2), slow, sure)
     assert found.stall_ms < 1e-9 and found.demand_reads == 0 and found.ahead_reads == 2 and found.on_time == 2
 
 
 def test_reading_ahead_where_nothing_fits_changes_no_bytes() -> None:
-    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0)
+    sure = ReadAhead(most=8, share=1.0, recall=1.0, strange=0.0, missed=1.0)
     busy = LayerTimes(between_ms=0.0, together_ms=0.0, alone_ms=0.0, first_ms=2.0, each_ms=2.0)
     found = simulate(missing(4), busy, sure)
     assert found.reads == pytest.approx(4) and found.stall_ms == pytest.approx(8.0, rel=0.01)
@@ -125,6 +129,13 @@ def test_wrong_guesses_cost_bytes_and_no_more_than_allowed() -> None:
     slow = LayerTimes(between_ms=50.0, together_ms=0.1, alone_ms=0.2, first_ms=3.0, each_ms=2.0)
     found = simulate(missing(2), slow, blind)
     assert found.ahead_reads == pytest.approx(3) and found.demand_reads == 2 and found.on_time == 0
+
+
+def test_reads_in_flight_are_not_given_up() -> None:
+    wrong = ReadAhead(most=3, share=0.5, recall=0.0, strange=1.0)
+    one, two = (simulate(missing(1), TIMES, replace(wrong, depth=depth)) for depth in (1, 2))
+    assert one.ahead_reads == pytest.approx(1) and two.ahead_reads == pytest.approx(2)
+    assert two.stall_ms > one.stall_ms + 1.0, "a wrong read more is in the way of each demand"
 
 
 def test_prefetch_pays_in_the_forecast_where_there_is_time_for_it() -> None:
@@ -160,8 +171,8 @@ def test_more_slots_are_never_slower_and_nothing_kept_is_slowest() -> None:
 
 def test_staged_misses_more_than_the_policy_that_it_lacks() -> None:
     hot, staged = (misses_of(model(), replace(SETTING, path=path), curves()["general"]) for path in ("hot", "staged"))
-    assert hit_rate(staged) == pytest.approx(hit_rate(hot) - 0.04, abs=0.01)
-    assert staged.sum() == pytest.approx(1)
+    assert hit_rate(hot) - 0.08 < hit_rate(staged) < hit_rate(hot) - 0.02
+    assert staged.sum() == pytest.approx(1, abs=2e-3)
 
 
 def test_a_prompt_bound_by_reads_takes_what_the_reads_take() -> None:
@@ -181,7 +192,8 @@ def test_first_use_of_memory_bounds_reads_and_holds_one_core() -> None:
     rate = 1e8
     touch_s = 10 * 16 * (1 << 20) / rate  # 16 slots in each of 10 layers
     reading = prefill(model(), Machine(machine(macs_s=1e13, touch_bytes_s=rate)), SETTING, Always(0), 512)
-    assert reading.total_s == pytest.approx(touch_s, rel=0.1), "reads wait for memory, computing hides below them"
+    others_s = 10 * (64 - 16) * 1e-3  # reads into the ring wait for the disk alone
+    assert reading.total_s == pytest.approx(touch_s + others_s, rel=0.02), "computing hides below reads and memory"
     slow = {"macs_s": 10e9, "record_ms": 0.01}
     before, after = (
         prefill(model(), Machine(machine(**slow, touch_bytes_s=r)), SETTING, Always(0), 512).total_s
@@ -277,6 +289,17 @@ def test_replayed_routes_are_the_simulators() -> None:
     found = Replayed(routes, "made").misses(12, 32, 4, "lru")
     assert hit_rate(found) == pytest.approx(replay(routes, "lru", 12).hit_rate, abs=1e-9)
     assert Replayed(routes, "made").distinct(900, 32, 4) == 32
+
+
+def test_guesses_by_hand() -> None:
+    tokens = 640
+    experts_TK = np.array([[0, 1, 2 + 2 * t % 32, 3 + 2 * t % 32] for t in range(tokens)])
+    strange, likely = guesses(from_array(np.stack([experts_TK, experts_TK]), "made", 34), 4)
+    assert likely == 0, "the strong half never misses, the weak half always does"
+    assert strange == pytest.approx(0.5 - 0.5 * 2 / 32, abs=0.01), "half of the uses are strong, two more are there"
+    for curve in curves().values():
+        assert list(curve.strange_guesses) == sorted(curve.strange_guesses, reverse=True)
+        assert 0.35 < curve.likely(16, 128) < 0.45 and curve.likely(64, 128) < curve.likely(16, 128)
 
 
 def test_routing_by_name() -> None:
