@@ -4,7 +4,9 @@
 
 Each repeat: one process answers a prompt of --prompt tokens and then a second turn (prompt, answer, --new tokens);
 another process, started afterwards with a cold page cache, answers another second turn, and then the first one's, whose
-answers must be the same. Both run in a memory cgroup of the budget's size that counts the page cache (needs root).
+answers must be the same. What other programs took of the processors is recorded; as they slow the long first turn most,
+the slowest of the others is also set against the fastest first turn. Both processes run in a memory cgroup of the
+budget's size that counts the page cache (needs root).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ RESULT = Path(__file__).parent / "results" / "prefix.json"
 BARS = {"second_turn": 0.15, "after_restart": 0.25}
 CONTEXT = 4096
 GIB = 1 << 30
+TICKS_S = 100  # of /proc/stat
 
 
 # ---- the child: one process of a server
@@ -55,11 +58,14 @@ def child(task: dict[str, Any]) -> None:
         ids = said + prompt["ids"]
         if replay is not None:
             replay.seek(prompt["from"])  # where the cache will leave off
+        busy, total, own = *_machine_ticks(), time.process_time()
         result, lookup_s = _answer(batcher, ids, task["answer"])
+        busy, total = (now - then for now, then in zip(_machine_ticks(), (busy, total), strict=True))
         turns.append(
             {
                 "ttft_s": result.timings.ttft_ms / 1e3,
                 "lookup_s": lookup_s,
+                "others_share": max(0.0, (busy - (time.process_time() - own) * TICKS_S) / total),
                 "prompt_tokens": len(ids),
                 "cached_tokens": result.usage.cached_tokens,
                 "answer": result.token_ids,
@@ -78,6 +84,12 @@ def child(task: dict[str, Any]) -> None:
     cache.close()
     print(json.dumps(found | {"ledger": model.ledger(), "peak_rss_bytes": runtime.stats()["peak_rss_bytes"]}))
     model.close()
+
+
+def _machine_ticks() -> tuple[int, int]:
+    """(busy, all) ticks of all processors so far."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(fields) - fields[3] - fields[4], sum(fields)
 
 
 def _answer(batcher: Any, ids: list[int], tokens: int) -> tuple[Any, float]:
@@ -137,6 +149,7 @@ def measured(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
         "share": {"second": two["ttft_s"] / one["ttft_s"], "after_restart": three["ttft_s"] / one["ttft_s"]},
         "lookup_s": {"second": two["lookup_s"], "after_restart": three["lookup_s"]},
         "cached_tokens": [turn["cached_tokens"] for turn in (one, two, three)],
+        "others_share": [turn["others_share"] for turn in (one, two, three)],  # of the processors, taken by others
         "running": running,
         "restarted": restarted,
     }
@@ -179,6 +192,10 @@ def main() -> None:
             f"{arguments.memory} with the page cache counted; routes: {routes}",
             "bars": BARS,
             "shares": medians,
+            "shares_against_the_fastest_first_turn": {
+                name: max(run["ttft_s"][name] for run in known) / min(run["ttft_s"]["first"] for run in known)
+                for name in medians
+            },
             "ttft_s": {name: spread([run["ttft_s"][name] for run in known]) for name in known[0]["ttft_s"]},
             "runs": known,
         },

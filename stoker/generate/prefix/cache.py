@@ -63,7 +63,6 @@ class PrefixCache:
     def __init__(self, places: Places, fingerprint: bytes, directory: Directory | None = None) -> None:
         self._places, self._fingerprint, self._directory = places, fingerprint, directory
         self._tree = Tree(fingerprint)
-        self._pinned: set[Node] = set()  # in use by the call in progress
         self._finished: deque[tuple[list[Node], list[Any], Segment | None]] = deque()  # filled by the writing thread
         self._landed: list[Node] = []
         self._segments: set[Segment] = set()
@@ -89,7 +88,7 @@ class PrefixCache:
         path = self._tree.walk(key)
         find = self._match_state if self._places.stateful else self._match_rows
         filled = find(sequence, ids, path, key)
-        self._pinned.clear()
+        self._tree.pinned.clear()
         self._counts.hits += filled > 0
         self._counts.hit_tokens += filled
         return filled
@@ -175,7 +174,7 @@ class PrefixCache:
     def release(self, block: int) -> None:
         """See `runtime.kv.Keeper`."""
         for node in list(self._tree.in_memory):
-            if node.slot == block and node not in self._pinned:
+            if node.slot == block and node not in self._tree.pinned:
                 self._unplace(node)
                 self._tree.prune(node)
                 return
@@ -186,7 +185,7 @@ class PrefixCache:
             for node in list(self._tree.in_memory):
                 if enough():
                     return
-                used = node in self._pinned or any(child.slot is not None for child in node.children.values())
+                used = node in self._tree.pinned or any(child.slot is not None for child in node.children.values())
                 if not used and self._places.idle(node.slot):
                     self._counts.evictions += 1
                     self._unplace(node)
@@ -226,7 +225,7 @@ class PrefixCache:
 
     def _bring(self, nodes: Sequence[Node]) -> int:
         """Read into memory what is only on disk; how many of the first are in memory then. Leaves `nodes` pinned."""
-        self._pinned = set(nodes)
+        self._tree.pinned = set(nodes)
         reads: list[tuple[Node, Any, Future[str | None]]] = []
         for node in nodes:
             if node.slot is None:
@@ -235,17 +234,22 @@ class PrefixCache:
                     break
                 assert self._readers is not None
                 reads.append((node, slot, self._readers.submit(self._read, node.piece, slot)))
-        for node, slot, outcome in reads:
-            problem = outcome.result()
-            if problem is not None:
-                self._places.drop(slot)
-                self._lose(node, problem)
-                continue
-            self._place(node, slot)
-            self._counts.disk_hit_tokens += node.tokens
-            self._counts.disk_reads += 1
-            self._counts.disk_read_bytes += self._places.nbytes(slot)
+        lost = [(node, problem) for node, slot, outcome in reads if (problem := self._arrived(node, slot, outcome))]
+        for node, problem in lost:
+            self._lose(node, problem)
         return next((i for i, node in enumerate(nodes) if node.slot is None), len(nodes))
+
+    def _arrived(self, node: Node, slot: Any, outcome: Future[str | None]) -> str | None:
+        """Give a block its place when it was read; what is wrong with it, or None."""
+        problem = outcome.result()
+        if problem is not None:
+            self._places.drop(slot)
+            return problem
+        self._place(node, slot)
+        self._counts.disk_hit_tokens += node.tokens
+        self._counts.disk_reads += 1
+        self._counts.disk_read_bytes += self._places.nbytes(slot)
+        return None
 
     def _blank(self, node: Node) -> Any | None:
         if _on_no_disk(node):
@@ -294,9 +298,9 @@ class PrefixCache:
         """Give a block of a sequence its place in memory; False where there is no room for it."""
         if node.slot is None:
             nbytes = self._places.size(sequence, node)
-            self._pinned = {*path, node}
+            self._tree.pinned = {*path, node}
             self._evict(lambda: not self._places.lacks(nbytes))
-            self._pinned.clear()
+            self._tree.pinned.clear()
             if self._places.lacks(nbytes):
                 return False
             slot, node.meta = self._places.hold(sequence, node)

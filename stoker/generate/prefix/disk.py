@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,7 @@ class Directory:
         self._lock_fd = _lock(path)
         self._guard = threading.Condition()
         self._segments: OrderedDict[Path, Segment] = OrderedDict()  # least recently used first
+        self._holds: dict[bytes, Segment] = {}  # by the digest of a block
         self._total_bytes = self._blocks = 0
         self._orders: deque[Order] = deque()
         self._busy = self._hurried = self._closed = False
@@ -164,18 +165,29 @@ class Directory:
                     self.counts.discarded += 1
                     log.warning("prefix cache: %s is discarded: %s", file, problem)
                     _unlink(file)
-        for segment in sorted(found, key=lambda one: (one.used_ns, -one.start)):
+        for segment in sorted(found, key=lambda one: one.start):
             self._add(segment)
+        for segment in sorted(found, key=lambda one: one.used_ns):
+            self._segments.move_to_end(segment.path)
         self._shrink(0)
 
     def _add(self, segment: Segment) -> None:
         self._segments[segment.path] = segment
+        self._holds.update(dict.fromkeys(segment.digests(), segment))
+        segment.above = self._holds.get(segment.parent)
+        if segment.above is not None:
+            segment.above.below += 1
         self._total_bytes += segment.nbytes
         self._blocks += len(segment.parts)
 
     def _remove(self, segment: Segment) -> None:
         segment.gone = True
         del self._segments[segment.path]
+        for digest in segment.digests():
+            if self._holds.get(digest) is segment:
+                del self._holds[digest]
+        if segment.above is not None:
+            segment.above.below -= 1
         self._total_bytes -= segment.nbytes
         self._blocks -= len(segment.parts)
 
@@ -203,7 +215,9 @@ class Directory:
                 self._guard.notify_all()
 
     def _write(self, draft: Draft) -> Segment | None:
-        self._shrink(draft.file_bytes)
+        above = self._above(draft)
+        if above is None or not self._shrink(draft.file_bytes, above):
+            return None  # without what comes before it, it would be of no use
         pace = _Pace(lambda: self._hurried)
         try:
             segment = write_segment(self.path, draft, pace.rest)
@@ -216,21 +230,34 @@ class Directory:
             replaced = self._segments.get(segment.path)
             if replaced is not None:
                 self._remove(replaced)
-            segment.used_ns = time.time_ns()
             self._add(segment)
             self.counts.writes += 1
             self.counts.written_bytes += segment.nbytes
         self._shrink(0)
         return segment
 
-    def _shrink(self, room: int) -> None:
-        """Remove the least recently used until `room` bytes more fit."""
+    def _above(self, draft: Draft) -> set[Segment] | None:
+        """The segments that a new one would go on from; None where they are not all there."""
+        found: set[Segment] = set()
+        with self._guard:
+            if draft.parent == draft.fingerprint:
+                return found
+            segment = self._holds.get(draft.parent)
+            while segment is not None and not segment.gone:
+                found.add(segment)
+                if segment.parent == segment.fingerprint:
+                    return found
+                segment = segment.above
+        return None
+
+    def _shrink(self, room: int, spared: Set[Segment] = frozenset()) -> bool:
+        """Remove the least recently used that no other goes on from, until `room` bytes more fit; whether they do."""
         while True:
             with self._guard:
                 fits = self._total_bytes + room <= self.size_bytes and self._blocks <= MOST_BLOCKS
-                if fits or not self._segments:
-                    return
-                oldest = next(iter(self._segments.values()))
+                oldest = next((one for one in self._segments.values() if not one.below and one not in spared), None)
+                if fits or oldest is None:
+                    return fits
                 self.counts.evictions += 1
                 self.discard(oldest, None)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class Segment:
     nbytes: int
     used_ns: int = 0
     gone: bool = False
+    above: Segment | None = None  # where the block before the first one is
+    below: int = 0  # segments that go on from this one
     nodes: list[Any] = field(default_factory=list)  # the tree's, in the order of parts
 
     @property
@@ -116,11 +119,15 @@ def write_segment(directory: Path, draft: Draft, between: Callable[[], None] = l
     partial = path.with_suffix(PARTIAL)
     try:
         _write_file(partial, [memoryview(first), *(data for _, _, data in draft.blocks)], between)
+        used_ns = time.time_ns()
+        os.utime(partial, ns=(used_ns, used_ns))  # the file system's own clock is coarser than the order of use
         partial.rename(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return _segment(path, json.loads(header), len(first))
+    segment = _segment(path, json.loads(header), len(first))
+    segment.used_ns = used_ns
+    return segment
 
 
 def _write_file(path: Path, pieces: list[memoryview], between: Callable[[], None]) -> None:

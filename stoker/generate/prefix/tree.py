@@ -74,6 +74,7 @@ class Tree:
         self.root = Node(None, b"", root_digest)
         self.by_digest: dict[bytes, Node] = {root_digest: self.root}
         self.in_memory: OrderedDict[Node, None] = OrderedDict()
+        self.pinned: set[Node] = set()  # in use by the call in progress: these stay where they are
 
     def child(self, parent: Node, key: bytes) -> Node:
         """The child with this key, made where there is none."""
@@ -138,9 +139,9 @@ class Tree:
 
     def prune(self, node: Node) -> None:
         """Remove blocks that are nowhere and lead nowhere, from this one upwards."""
-        while node.parent is not None and not (node.present or node.children or node.queued):
-            node.parent.children.pop(node.key, None)
-            self.by_digest.pop(node.digest, None)
+        while node.parent is not None and not (node.present or node.children or node.queued or node in self.pinned):
+            if node.parent.children.get(node.key) is node:
+                del node.parent.children[node.key], self.by_digest[node.digest]
             node = node.parent
 
     def covered(self, node: Node) -> bool:

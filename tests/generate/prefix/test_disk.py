@@ -17,7 +17,7 @@ import torch
 
 from stoker.errors import OptionError
 from stoker.generate.prefix.disk import Directory, borrow, give_back
-from stoker.generate.prefix.segments import SUFFIX, Damaged, Draft, checksum, read_segment, write_segment
+from stoker.generate.prefix.segments import SUFFIX, Damaged, Draft, Segment, checksum, read_segment, write_segment
 from stoker.generate.prefix.tree import child_digest, key_of
 from stoker.runtime.model import Options, load
 from tests.generate.prefix.talk import Talk, some_ids
@@ -27,9 +27,9 @@ FINGERPRINT = bytes(range(16))
 IDS = some_ids(random.Random(11), 300)
 
 
-def draft(number: int = 0, blocks: int = 2, nbytes: int = 5000, parent: bytes = FINGERPRINT) -> Draft:
+def draft(number: int = 0, blocks: int = 2, nbytes: int = 5000, parent: bytes = FINGERPRINT, start: int = 0) -> Draft:
     data = [(key_of([number, n] * 32), "", memoryview(os.urandom(nbytes))) for n in range(blocks)]
-    return Draft(FINGERPRINT, parent, 0, data)
+    return Draft(FINGERPRINT, parent, start, data)
 
 
 # ---- one file
@@ -136,6 +136,26 @@ def test_the_size_holds_and_the_least_recently_used_goes_also_after_a_restart(tm
     directory.close()
     Directory(tmp_path, 40_000).close()
     assert [file for file in files if file.exists()] == files[-2:], "a smaller size holds from the start"
+
+
+def test_the_beginning_of_a_conversation_outlives_its_end(tmp_path: Path) -> None:
+    """Written first, so the oldest; but without it the rest is worth nothing. Ends go first, also after a restart."""
+    directory, parent = Directory(tmp_path, 100_000), FINGERPRINT
+    outcomes: list[Segment | None] = []
+    for n in range(9):
+        one = draft(n, 1, 14_000, parent, 64 * n)
+        directory.write(one, outcomes.append)
+        assert directory.settle(20)
+        parent = child_digest(parent, one.blocks[0][0])
+        if n == 3:
+            directory.close()
+            directory = Directory(tmp_path, 100_000)
+    assert [outcome is not None for outcome in outcomes] == [True] * 5 + [False] * 4, "its end finds no room"
+    other = written(directory, draft(20, 1, 14_000))
+    chain = [outcome for outcome in outcomes if outcome is not None]
+    assert other.exists() and [one.path.exists() for one in chain] == [True] * 4 + [False]
+    assert directory.total_bytes <= 100_000
+    directory.close()
 
 
 def test_one_process_at_a_time_and_it_is_told_which(tmp_path: Path) -> None:
