@@ -20,9 +20,9 @@ from stoker.bench import probe_disk, probe_kernels, probe_memory, probe_waits
 from stoker.errors import StokerError
 from stoker.plan.profile import Costs, Profile, machine_key
 
-DISK_SECONDS = 7.0
+DISK_SECONDS = 5.0
 WAITS_SECONDS = 2.0
-COSTS_SECONDS = 40.0  # the limit; it takes about eight
+COSTS_SECONDS = 90.0  # the limit; it takes about twelve
 
 
 def measure(directory: Path, threads: int, progress: Callable[[str], None] = lambda what: None) -> Profile:

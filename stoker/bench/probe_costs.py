@@ -18,7 +18,7 @@ from typing import Any
 SHAPE = "qwen3-30b-a3b-mini"
 SHALLOW, DEEP = 4, 20
 NEARLY, FEW = 15, 4  # slots, of 16 experts a layer
-TOKENS, WARM_UP = 36, 6
+TOKENS, WARM_UP = 26, 6
 WALK_BYTES, WALKED_BYTES = 24 << 20, 192 << 20  # a layer, and where it walks
 PAUSE_S = 0.0015  # as long as a read of a record or two
 GIB = 1 << 30
