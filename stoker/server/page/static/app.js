@@ -10,7 +10,7 @@ import { Chat, list, load, remove } from "./tree.js";
 import { count } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Write a haiku about a stoker on a steam train.", "Give me a recipe for lentil soup as a numbered list."];
+const EXAMPLES = ["Explain in three sentences why the sky is blue.", "Write a haiku about a stoker on a steam train.", "What is the difference between a virus and a bacterium?"];
 
 let known = [];
 
