@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import jsonschema_rs
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.generate import templates
+from tests.generate.tokenizers_ import byte_level
 from tests.server.running import Server
 
 TURNS = 20
@@ -53,17 +55,31 @@ class Step:
     answer_tokens: int
 
 
+def variant(store: Path, name: str, tokenizer: Any) -> Path:
+    """The same model with another tokenizer and template."""
+    made = store.parent / name
+    shutil.copytree(store, made)
+    (made / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(made)
+    return made
+
+
 @pytest.fixture(scope="module")
-def server(long_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    native = tmp_path_factory.mktemp("native") / "native"
-    shutil.copytree(long_store, native)
-    config = json.loads((native / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (native / "tokenizer_config.json").write_text(json.dumps(config))
-    (native / "chat_template.jinja").write_text(templates.HERMES)
+def server(long_store: Path) -> Iterator[Server]:
+    native = variant(long_store, "native", templates.tokenizer(templates.HERMES))
+    # A few words less leave room for the marks, which are tokens of their own.
+    tokenizer = byte_level(500, chat_template=templates.THINKER)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    thinker = variant(long_store, "thinker", tokenizer)
     arguments = ("--memory", "2GiB", "--ctx-size", 12_000, "--parallel", 2)
-    with Server(long_store, native, *arguments) as running:
+    with Server(long_store, native, thinker, *arguments) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 def openai_tools() -> list[Any]:
@@ -188,3 +204,82 @@ def test_twenty_turns(agent: Callable[[str, str], list[Step]], model: str, serve
         assert after.prompt_tokens > before.prompt_tokens + before.answer_tokens - 8
         if after.cached_tokens < before.prompt_tokens - BLOCK_TOKENS:
             pytest.fail(f"a turn computed again what the last one had: {before}, {after}")
+
+
+# ---- formats, cuts, reasoning ---------------------------------------------------------------------------------------
+
+
+class Stay(BaseModel):
+    """An answer in a form."""
+
+    nights: int = Field(ge=1, le=9)
+    city: Literal["Rome", "Oslo"]
+    breakfast: bool | None
+
+
+def test_formats_through_the_sdk(client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "A stay, as JSON."}]
+    asked: Any = {"model": "native", "messages": messages, "max_tokens": 300}
+    parsed = client.chat.completions.parse(**asked, response_format=Stay)
+    assert isinstance(parsed.choices[0].message.parsed, Stay) and parsed.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**asked, response_format=Stay) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed
+    with_tools = client.chat.completions.create(
+        **asked, tools=openai_tools(), temperature=1.0, seed=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "stay", "schema": Stay.model_json_schema()}},
+    )  # fmt: skip
+    message = with_tools.choices[0].message
+    assert message.tool_calls or Stay.model_validate_json(message.content or "")
+
+
+def test_what_is_cut_says_so(client: openai.OpenAI, server: Server) -> None:
+    asked: Any = {"model": "native", "messages": [{"role": "user", "content": "x"}], "max_tokens": 40}
+    cut = client.chat.completions.create(**asked, tools=openai_tools(), tool_choice="required").choices[0]
+    assert cut.finish_reason == "length"
+    json_object: Any = {"max_tokens": 6, "response_format": {"type": "json_object"}}
+    cut = client.chat.completions.create(**asked | json_object).choices[0]
+    assert cut.finish_reason == "length" and (cut.message.content or "").lstrip().startswith("{")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as messages:
+        tools: Any = [{"name": n, "description": n, "input_schema": s} for n, s in SCHEMAS.items()]
+        choice: Any = {"type": "tool", "name": "get_weather"}
+        short = messages.messages.create(**asked | {"max_tokens": 52}, tools=tools, tool_choice=choice)
+        calls = [block for block in short.content if block.type == "tool_use"]
+        assert short.stop_reason == "max_tokens" and all(isinstance(call.input, dict) for call in calls)
+
+
+def test_reasoning_on_all_apis(client: openai.OpenAI, server: Server) -> None:
+    """The template opens it; a budget closes it; what comes back is taken."""
+    question: Any = [{"role": "user", "content": "Why?"}]
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as messages:
+        asked: Any = {"model": "thinker", "messages": question, "max_tokens": 24}
+        with messages.messages.stream(**asked, thinking={"type": "enabled", "budget_tokens": 6}) as stream:
+            kinds = [event.type for event in stream]
+            thought = stream.get_final_message()
+        assert [block.type for block in thought.content] == ["thinking", "text"], thought.content
+        assert thought.content[0].type == "thinking" and thought.content[0].signature and "thinking" in kinds
+        again = [*question, {"role": "assistant", "content": thought.content}, *question]
+        off = messages.messages.create(**asked | {"messages": again}, thinking={"type": "disabled"})
+        assert [block.type for block in off.content] == ["text"]
+    chat = client.chat.completions.create(model="thinker", messages=question, max_tokens=6)
+    message: Any = chat.choices[0].message
+    assert message.reasoning_content and not message.content and chat.usage is not None
+    details = chat.usage.completion_tokens_details
+    assert details is not None and details.reasoning_tokens == 6
+    sealed = client.responses.create(
+        model="thinker", input=question, max_output_tokens=6, include=["reasoning.encrypted_content"]
+    )
+    (item,) = sealed.output
+    assert item.type == "reasoning" and item.content and item.content[0].text == message.reasoning_content
+    kept = {"type": "reasoning", "id": item.id, "summary": [], "encrypted_content": item.encrypted_content}
+    items: Any = [*question, kept, {"role": "assistant", "content": "So."}, *question]
+    answer = client.responses.create(model="thinker", input=items, max_output_tokens=8, reasoning={"effort": "none"})
+    assert [each.type for each in answer.output] == ["message"]
+    form = {"type": "json_schema", "json_schema": {"name": "stay", "schema": Stay.model_json_schema()}}
+    formed = client.chat.completions.create(
+        model="thinker",
+        messages=question,
+        max_tokens=300,
+        reasoning_effort="none",
+        response_format=form,  # type: ignore
+    )
+    assert Stay.model_validate_json(formed.choices[0].message.content or "")

@@ -38,13 +38,13 @@ def chat(talking: Server) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: anthropic.Anthropic, **more: Any) -> Any:
-    return client.messages.create(**({"model": "demo", "messages": QUESTION, "max_tokens": 24} | more))
+    return client.messages.create(**({"model": "demo", "messages": QUESTION, "max_tokens": 10} | more))
 
 
 def test_the_answer_is_that_of_the_other_api(client: anthropic.Anthropic, chat: openai.OpenAI) -> None:
     """Same messages, same tokens; system as text and as blocks is the same prompt."""
     messages: Any = [{"role": "system", "content": "Be brief."}, *QUESTION]
-    expected = chat.chat.completions.create(model="demo", messages=messages, max_tokens=24)
+    expected = chat.chat.completions.create(model="demo", messages=messages, max_tokens=10)
     blocks = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1234;"},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -146,7 +146,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"container": "x"}, "container"),
         ({"tempreature": 1}, "temperature?"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 24}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "tools[0].type"),

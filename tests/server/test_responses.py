@@ -34,12 +34,12 @@ def client(talking: Server) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
-    return client.responses.create(**({"model": "demo", "input": QUESTION, "max_output_tokens": 24} | more))
+    return client.responses.create(**({"model": "demo", "input": QUESTION, "max_output_tokens": 10} | more))
 
 
 def test_the_answer_is_that_of_chat_completions(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    expected = client.chat.completions.create(model="demo", messages=messages, max_tokens=24)
+    expected = client.chat.completions.create(model="demo", messages=messages, max_tokens=10)
     text = expected.choices[0].message.content
     user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
     for more in (
@@ -56,7 +56,7 @@ def test_the_answer_is_that_of_chat_completions(client: openai.OpenAI) -> None:
 
 
 def test_events_of_text(client: openai.OpenAI) -> None:
-    with client.responses.stream(model="demo", input=QUESTION, max_output_tokens=24) as stream:
+    with client.responses.stream(model="demo", input=QUESTION, max_output_tokens=10) as stream:
         events = list(stream)
         final = stream.get_final_response()
     kinds = [event.type for event in events]
