@@ -66,6 +66,17 @@ class Connection(H11Protocol):
         super().resume_writing()
         self._stop(self._write_timer)
 
+    def send_400_response(self, msg: str) -> None:
+        """The bytes on the wire are no HTTP. Where a request is being answered, it ends as if its client had left."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.abort()
+                return
+        super().send_400_response(msg)
+
     def _no_head(self) -> None:
         if self.cycle is None:
             self.transport.abort()
