@@ -3,15 +3,16 @@
 Rows are appended to flat integer arrays. Routes are held as they came and copied between steps, many at a time, so that
 a layer hardly waits for its recorder. Every few seconds the end of a step saves what has gathered in a part beside the
 file, and begins another when it is a few megabytes; `close` joins the parts into FILE and removes them. After a crash
-the parts remain and can be read. Must not know torch: tensors come in by numpy's array protocol.
+the parts remain and can be read. Must not need torch: tensors are joined by the torch that they came from.
 """
 
 import json
 import os
 import shutil
+import sys
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -26,6 +27,7 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 ROUTES_PER_PART = 1 << 18
 ROW_INTEGERS_PER_PART = 1 << 18
 SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
+HELD_COLUMNS = ("step", "pool", "layer", "hits", "misses", "wait_ns", "time_ns")
 TOKENS_HELD = 1 << 10  # tokens (times layers) whose routes wait to be copied between steps
 
 
@@ -52,7 +54,9 @@ class TraceWriter:
         self._running_step = 0
         self._routes_before = 0  # entries in earlier parts
         self._experts, self._weights = array("i"), array("f")
-        self._held: list[tuple[Any, ...]] = []  # what `layer` was given, and when
+        self._held_rows = array("q")  # of each layer call HELD_COLUMNS; its routes are in the lists
+        self._held_experts: list[Any] = []
+        self._held_weights: list[Any] = []
         self._layer, self._read, self._evict, self._step = (array("q") for _ in range(4))
 
     def describe(self, **more: Any) -> None:
@@ -64,7 +68,9 @@ class TraceWriter:
         self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, hits: int, misses: int, wait_ns: int
     ) -> None:
         self._running_step = step
-        self._held.append((step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, monotonic_ns()))
+        self._held_rows.extend((step, pool, layer, hits, misses, wait_ns, monotonic_ns()))
+        self._held_experts.append(experts_TK)
+        self._held_weights.append(weights_TK)
 
     def read(self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int) -> None:
         self._read.extend((self._running_step, pool, expert, cls, submit_ns, start_ns, end_ns, nbytes))
@@ -77,9 +83,9 @@ class TraceWriter:
         self._running_step = step + 1
         if self._saved_ns is None:
             self._saved_ns = start_ns
-        if len(self._held) * n_tokens > TOKENS_HELD:
+        if len(self._held_experts) * n_tokens > TOKENS_HELD:
             self._take_routes()
-        held = len(self._held) * len(TABLES["layer"])
+        held = len(self._held_experts) * len(TABLES["layer"])
         integers = held + len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
         if integers > ROW_INTEGERS_PER_PART or len(self._experts) > ROUTES_PER_PART // 2:
             self._write_part()
@@ -104,23 +110,22 @@ class TraceWriter:
         self.close()
 
     def _take_routes(self) -> None:
-        """Copy what is held, many steps at a time: code that has just run runs faster."""
-        all_experts, all_weights, add_row = self._experts, self._weights, self._layer.extend
-        for step, pool, layer, experts_TK, weights_TK, hits, misses, wait_ns, time_ns in self._held:
-            route_start = self._routes_before + len(all_experts)
-            tokens = len(experts_TK)
-            if tokens == 1:  # a decode step has many of these: lists are the fast way
-                experts = _plain(experts_TK)[0]
-                k = len(experts)
-                all_experts.extend(experts)
-                all_weights.extend(_plain(weights_TK)[0])
-            else:
-                experts = np.asarray(experts_TK)
-                k = experts.shape[1]
-                all_experts.frombytes(experts.astype(np.int32).tobytes())
-                all_weights.frombytes(_floats(weights_TK).astype(np.float32).tobytes())
-            add_row((step, pool, layer, tokens, k, hits, misses, wait_ns, time_ns, route_start))
-        self._held.clear()
+        """Copy what is held, many layer calls at a time."""
+        if not self._held_experts:
+            return
+        held = dict(
+            zip(HELD_COLUMNS, np.array(self._held_rows, np.int64).reshape(-1, len(HELD_COLUMNS)).T, strict=True)
+        )
+        experts, tokens, widths = _joined(self._held_experts)
+        weights, _, _ = _joined(self._held_weights)
+        entries = tokens * widths
+        held |= {"tokens": tokens, "k": widths}
+        held["route_start"] = self._routes_before + len(self._experts) + np.cumsum(entries) - entries
+        table = np.stack([held[name] for name in TABLES["layer"]], 1)
+        self._layer.frombytes(table.astype(np.int64).tobytes())
+        self._experts.frombytes(experts.astype(np.int32).tobytes())
+        self._weights.frombytes(weights.astype(np.float32).tobytes())
+        del self._held_rows[:], self._held_experts[:], self._held_weights[:]
 
     def _write_part(self) -> None:
         """Save the current part for good and begin another."""
@@ -171,17 +176,29 @@ def check_new(path: Path) -> None:
         raise TraceError("cannot be written", where=str(path), got=got)
 
 
-def _plain(rows: Any) -> list[Any]:
-    """A tensor, an array or a list as a list."""
-    return rows.tolist() if hasattr(rows, "tolist") else rows
+def _joined(calls: list[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Matrices [T, K] of several calls, flat one after the other; the T and the K of each.
+
+    torch, where the caller uses it, joins its tensors much faster than they can be converted one by one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(calls[0], torch.Tensor):
+        with suppress(RuntimeError, TypeError):  # of several widths or kinds: one by one
+            joined = torch.cat(calls).detach()
+            single = len(joined) == len(calls)  # a decode step's
+            tokens = np.ones(len(calls), np.int64) if single else np.array([len(call) for call in calls])
+            return _array(joined).reshape(-1), tokens, np.full(len(calls), joined.shape[1])
+    arrays = [_array(call) for call in calls]
+    shapes = np.array([one.shape for one in arrays])
+    return np.concatenate([one.reshape(-1) for one in arrays]), shapes[:, 0], shapes[:, 1]
 
 
-def _floats(weights: Any) -> np.ndarray:
-    """An array of any weights; tensors that numpy cannot take as they are (bfloat16, with a gradient) are converted."""
+def _array(matrix: Any) -> np.ndarray:
+    """An array of any matrix; tensors that numpy cannot take as they are (bfloat16, with a gradient) are converted."""
     try:
-        return np.asarray(weights)
+        return np.asarray(matrix)
     except (TypeError, RuntimeError):
-        return np.asarray(weights.detach().float())
+        return np.asarray(matrix.detach().float())
 
 
 def parts_folder(path: Path) -> Path:

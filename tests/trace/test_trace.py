@@ -88,6 +88,31 @@ def test_a_prefill_larger_than_a_part(tmp_path: Path) -> None:
         np.testing.assert_array_equal(trace.route(step)[0], experts + step)
 
 
+@pytest.mark.parametrize("widths", [(4, 4, 4), (4, 2, 4)])
+@pytest.mark.parametrize("tokens", [(1, 1, 1), (5, 1, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_any_kind_come_back(
+    tmp_path: Path, widths: tuple[int, ...], tokens: tuple[int, ...], dtype: str
+) -> None:
+    """As the engine gives them: int64 choices, weights that may be half as wide or carry a gradient."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    given = []
+    with TraceWriter(tmp_path / "t") as writer:
+        for step, (count, k) in enumerate(zip(tokens, widths, strict=True)):
+            experts = torch.randint(0, 16, (count, k), generator=random)
+            weights = torch.rand(count, k, generator=random).to(getattr(torch, dtype)).requires_grad_(step == 1)
+            writer.layer(step, 0, 0, experts, weights, 1, 0, 0)
+            writer.step(step, Phase.DECODE, count, 0, 1, 0)
+            given.append((experts.numpy(), weights.detach().float().numpy()))
+    trace = Trace(tmp_path / "t")
+    assert trace.column("layer.tokens").tolist() == list(tokens) and trace.column("layer.k").tolist() == list(widths)
+    for row, (experts, weights) in enumerate(given):
+        np.testing.assert_array_equal(trace.route(row)[0], experts)
+        np.testing.assert_array_equal(trace.route(row)[1], weights)
+
+
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     experts, weights = np.arange(8)[None], np.ones((1, 8), np.float32)
     tracemalloc.start()
