@@ -5,8 +5,6 @@ One budget holds for the process. A model is loaded at its first request into wh
 """
 
 import asyncio
-import ctypes
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +13,11 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-import psutil
-
 from stoker.errors import BudgetError, Closing
 from stoker.generate.price import Price
 from stoker.server.errors import RequestError
 from stoker.server.held import current
+from stoker.server.memory import collect_and_trim, resident_bytes
 from stoker.server.observe import Totals
 from stoker.server.service import Service
 from stoker.server.settings import Settings
@@ -86,7 +83,7 @@ class Registry:
         self.entries = [Entry(spec) for spec in specs]
         self.settings, self.budget_bytes, self.keep_alive_s = settings, budget_bytes, keep_alive_s
         self.closing = False
-        self._load, self._base_bytes = load, _resident_bytes()
+        self._load, self._base_bytes = load, resident_bytes()
         self._changing = asyncio.Lock()  # one model is loaded or let go at a time
         self._released = asyncio.Event()
 
@@ -161,7 +158,7 @@ class Registry:
                 log.error("%s: its engine has failed; loading it again", entry.spec.name)
                 await self._unload(entry)
             room = await self._make_room(entry)
-            before = _resident_bytes()
+            before = resident_bytes()
             # The ledger counts what the process holds now as spent; of the others' memory that is only what they use.
             limit = self.budget_bytes if entry.spec.price is None else room + before
             return self._take(entry, await asyncio.to_thread(self._load, entry.spec, limit), before)
@@ -239,13 +236,13 @@ class Registry:
     async def _unload(self, entry: Entry) -> None:
         service, entry.service = entry.service, None
         assert service is not None
-        before = _resident_bytes()
+        before = resident_bytes()
         await asyncio.to_thread(service.close)
         del service
-        await asyncio.to_thread(_return_memory)
+        await asyncio.to_thread(collect_and_trim)
         entry.bytes = 0
         log.info(
-            "%s: let go; the process holds %d MiB instead of %d MiB", entry.spec.name, _resident_bytes() // MIB,
+            "%s: let go; the process holds %d MiB instead of %d MiB", entry.spec.name, resident_bytes() // MIB,
             before // MIB,
         )  # fmt: skip
 
@@ -286,14 +283,3 @@ def _leaver(idle: list[Entry], missing_bytes: int) -> Entry:
     if enough:
         return min(enough, key=lambda entry: entry.bytes)
     return min(idle, key=lambda entry: entry.used_at)
-
-
-def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
-
-
-def _return_memory() -> None:
-    """Give freed memory back to the system: Python's cycles first, then malloc's (glibc alone can be asked)."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
