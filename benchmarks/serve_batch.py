@@ -228,7 +228,11 @@ def main() -> None:
     singles = [cell["tok_s"] for cell in cells[arguments.batches[0]]]
     result = {
         "device_bytes_per_s": spread(rates), "rss_peak_bytes": peak, "ledger": ledger, "depth": runtime.depth,
-        "options": {name: str(value) for name, value in vars(arguments).items()},
+        "options": {
+            name: Path(value).name if name == "routes" else value
+            for name, value in vars(arguments).items()
+            if name not in ("store", "out")
+        },
         "batches": {str(batch): summary(cells[batch], singles) for batch in arguments.batches},
         "cells": cells,
     }  # fmt: skip
