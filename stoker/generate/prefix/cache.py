@@ -182,6 +182,7 @@ class PrefixCache:
     def _evict(self, enough: Callable[[], bool]) -> None:
         """Drop blocks that nobody uses, least recently used first, leaves before their parents."""
         while not enough():
+            before = self._counts.evictions
             for node in list(self._tree.in_memory):
                 if enough():
                     return
@@ -190,12 +191,17 @@ class PrefixCache:
                     self._counts.evictions += 1
                     self._unplace(node)
                     self._tree.prune(node)
-            if enough() or self._directory is None or not self._directory.pending:
+            # What is being written cannot go before it is. Asked before looking at what was written: an order that ends
+            # in between is seen there.
+            pending = 0 if self._directory is None else self._directory.pending
+            if self._finished:
+                self._land()
+            elif pending:
+                assert self._directory is not None
+                if not self._directory.settle(WRITE_TIMEOUT_S, orders=pending - 1) and not self._finished:
+                    return
+            elif self._counts.evictions == before:
                 return
-            # What is being written cannot go before it is.
-            if not self._directory.settle(WRITE_TIMEOUT_S, orders=max(self._directory.pending - 1, 0)):
-                return
-            self._land()
 
     # ---- match -------------------------------------------------------------------------------------------------------
 

@@ -134,7 +134,8 @@ class Directory:
 
     @property
     def pending(self) -> int:
-        return len(self._orders) + self._busy
+        with self._guard:
+            return len(self._orders) + self._busy
 
     def close(self) -> None:
         """Write what is queued (ten seconds at most) and let the directory go. Idempotent."""
