@@ -31,7 +31,7 @@ from stoker.bench.provenance import write_result
 from stoker.bench.shapes import shape_of
 from stoker.cli.probe import profile_for
 from stoker.plan.forecast_routing import Replayed
-from stoker.plan.profile import Profile, load
+from stoker.plan.profile import Profile, from_dict, load
 from stoker.plan.routes import from_array
 from stoker.quant.formats import RECORD_ALIGNMENT, ExpertLayout, align
 from stoker.store.manifest import NAME as MANIFEST
@@ -63,9 +63,15 @@ def parse() -> argparse.Namespace:
     traces = Path(os.environ.get("STOKER_TRACES", shared))
     parser.add_argument("store", type=Path, nargs="?", help="a store of the 30B shape; without it only --page")
     parser.add_argument("--routes", type=Path, default=traces / "qwen3_general.npz", help="`experts` [L, T, K]")
-    parser.add_argument("--profile", type=Path, help="of the machine (`stoker probe --json`); default: the kept one")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        help="of the machine (`stoker probe --json`, or a result that holds one); default: the kept one",
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--measure", action="store_true", help="also run what can be run")
+    parser.add_argument(
+        "--measure", nargs="*", type=int, metavar="GIB", help=f"also run what can be run (default: {MEASURED_GIB})"
+    )
     parser.add_argument("--page", action="store_true", help="write the tables into docs/bits-or-experts.md")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
@@ -74,7 +80,7 @@ def parse() -> argparse.Namespace:
 def study(arguments: argparse.Namespace) -> dict[str, Any]:
     store = open_store(arguments.store)
     config = json.loads((arguments.store / "config.json").read_text())
-    profile = load(arguments.profile) if arguments.profile else profile_for(arguments.store, arguments.threads)[0]
+    profile = machine(arguments)
     with np.load(arguments.routes) as file:
         experts_LTK = file["experts"]
     rows = [
@@ -83,7 +89,7 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
         for k in EXPERTS_A_TOKEN
     ]
     old = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    found = measure_all(arguments, experts_LTK) if arguments.measure else old.get("measured", [])
+    found = measure_all(arguments, experts_LTK) if arguments.measure is not None else old.get("measured", [])
     return {
         "what": "decode of the 30B shape by bits of the experts and experts a token; dense weights stay at 4 bits",
         "assumed": "an expert of 2 or 3 bits is computed at the byte rate of one of 4 bits: stoker has no such kernel",
@@ -92,6 +98,14 @@ def study(arguments: argparse.Namespace) -> dict[str, Any]:
         "modelled": [one for found in rows for one in found],
         "measured": found,
     }
+
+
+def machine(arguments: argparse.Namespace) -> Profile:
+    """The named profile, also out of a result that holds one (results/forecast.json); else the kept one."""
+    if arguments.profile is None:
+        return profile_for(arguments.store, arguments.threads)[0]
+    held = json.loads(arguments.profile.read_text()).get("profile")
+    return from_dict(held) if held is not None else load(arguments.profile)
 
 
 # ---- modelled --------------------------------------------------------------------------------------------------------
@@ -142,9 +156,11 @@ def modelled(
 def measure_all(arguments: argparse.Namespace, experts_LTK: np.ndarray) -> list[dict[str, Any]]:
     """Every k at a budget before the next budget, so that drift between them falls on all alike."""
     found = []
-    for gib in MEASURED_GIB:
+    for gib in arguments.measure or MEASURED_GIB:
         for k in MEASURED_K:
-            one = measure(arguments, experts_LTK[:, : PROMPT + WARM_UP + DECODE, :k], gib, k)
+            one = {"load_average_before": os.getloadavg()[0]} | measure(
+                arguments, experts_LTK[:, : PROMPT + WARM_UP + DECODE, :k], gib, k
+            )
             found.append({"bits": 4, "experts_a_token": k, "budget_gib": gib} | one)
             print(f"{gib} GiB, {k} experts a token: {one['decode_tok_s']:.2f} tok/s", file=sys.stderr, flush=True)
     return found
