@@ -25,6 +25,7 @@ TIMEOUT_S = 60.0
 SHORT_S = 2.0  # where the server may well wait for more
 WARM_UP = 300
 GROWTH_BYTES = 48 << 20
+IDLE_S = 15.0  # an idle server has given back by then what is free
 
 USER = {"role": "user", "content": "Hello there"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -278,6 +279,8 @@ def fuzz(url: str, pid: int, requests: int, seed: int = 0, workers: int = 8) -> 
             list(pool.map(lambda shot: fire((host, int(port)), shot, tally), batch))
             health = settle(url)
             grown_from = grown_from or process.memory_info().rss
+    if process.memory_info().rss - grown_from > GROWTH_BYTES:
+        time.sleep(IDLE_S)
     return tally, process.memory_info().rss - grown_from, health
 
 

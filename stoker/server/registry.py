@@ -17,7 +17,7 @@ from stoker.errors import BudgetError, Closing
 from stoker.generate.price import Price
 from stoker.server.errors import RequestError
 from stoker.server.held import current
-from stoker.server.memory import collect_and_trim, resident_bytes
+from stoker.server.memory import collect_and_trim, resident_bytes, trim
 from stoker.server.observe import Totals
 from stoker.server.service import Service
 from stoker.server.settings import Settings
@@ -28,6 +28,7 @@ State = Literal["unloaded", "loading", "loaded"]
 # A model is not squeezed into less than this share of what it would have alone while another idles.
 FAIR_SHARE = 0.5
 IDLE_CHECK_S = 1.0
+TRIM_S = 10.0
 MIB = 1 << 20
 
 
@@ -219,9 +220,13 @@ class Registry:
     # ---- letting go -------------------------------------------------------------------------------------------------
 
     async def keep_alive(self) -> None:
-        """Runs for the server's life: lets go of what nobody has asked for in a while."""
+        """Runs for the server's life: lets go of what nobody has asked for in a while, and of memory that is free."""
+        trimmed_at = time.monotonic()
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
+            if time.monotonic() - trimmed_at > TRIM_S and not self.running:
+                trimmed_at = time.monotonic()
+                await asyncio.to_thread(trim)
             if self.keep_alive_s is not None:
                 await self.let_go_idle(self.keep_alive_s)
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,12 @@ def test_loaded_when_asked_for_and_let_go_when_idle(server: Server, demo_store: 
     assert empty < 700 * MIB
     assert ask(server, small).status_code == 200
     assert states(server) == {big: "unloaded", small: "loaded"}
-    answer = ask(server, big).json()
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(ask, server, big)
+        while not coming.done():
+            assert ask(server, small).status_code == 200, "the one answers while the other is loaded"
+            time.sleep(0.2)
+    answer = coming.result().json()
     assert states(server) == {big: "loaded", small: "loaded"}, "a small one stays when a big one comes"
     assert ask(server, "small").json()["model"] == small
     full = server.rss_bytes
