@@ -61,7 +61,12 @@ def evaluation_windows(
 ) -> Tensor:
     """int64 [n, width + 1] windows of one split, one after the other; `most`: evenly spaced ones only."""
     stream = tokens(domain, split, directory)
-    starts = np.arange(0, len(stream) - width, width)
-    if most is not None and len(starts) > most:
-        starts = starts[np.linspace(0, len(starts) - 1, most).astype(int)]
+    starts = spread_evenly(np.arange(0, len(stream) - width, width), most)
     return torch.from_numpy(np.stack([stream[low : low + width + 1] for low in starts]).astype(np.int64))
+
+
+def spread_evenly(rows: np.ndarray, most: int | None) -> np.ndarray:
+    """At most so many rows, at even distances; the same ones whatever the rows are."""
+    if most is None or len(rows) <= most:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, most).astype(int)]

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from recipes.testbed.corpus import read
-from recipes.testbed.data import evaluation_windows, tokens
+from recipes.testbed.data import evaluation_windows, spread_evenly, tokens
 from recipes.testbed.measure import load, routes, token_losses
 from recipes.testbed.model import CONTEXT_TOKENS, SHAPES
 from recipes.testbed.ngram import NGram
@@ -35,42 +35,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate the testbed's models.")
     parser.add_argument("models", nargs="*", default=sorted(SHAPES), help="which of e32k4, e8k2")
     parser.add_argument("--traces", type=Path, help="directory of real routing traces, qwen3_*.npz")
+    parser.add_argument("--windows", type=int, help="test windows of 512 tokens of each domain; default: all")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not SAMPLE.exists():
         write_sample()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if "ngram" not in results:
-        results["ngram"] = perplexities(ngram_losses())
+    if results.get("windows_a_domain", 0) != options.windows:
+        results |= {"windows_a_domain": options.windows, "ngram": perplexities(ngram_losses(options.windows))}
     if options.traces:
         results["real_traces"] = {path.stem: routing(np.load(path)["experts"], 128) for path in traces(options.traces)}
     for name in options.models:
-        results[name] = evaluate(HERE / name, SHAPES[name].experts)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = evaluate(HERE / name, SHAPES[name].experts, options.windows)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
 
 
-def evaluate(directory: Path, n_experts: int) -> dict:
+def evaluate(directory: Path, n_experts: int, windows: int | None) -> dict:
     model = load(directory)
     training = json.loads((directory / "training.json").read_text())
     by_domain = {}
     for domain in DOMAINS:
-        by_domain[domain] = token_losses(model, evaluation_windows(domain, "test", CONTEXT_TOKENS)).ravel()
+        by_domain[domain] = token_losses(model, evaluation_windows(domain, "test", CONTEXT_TOKENS, windows)).ravel()
     experts = {domain: routes(model, stretch(domain)) for domain in DOMAINS}
     return {
         "tokens_seen": training["tokens_seen"],
         "weights_sha256": training["weights_sha256"],
         "perplexity": perplexities(by_domain),
-        "ngram_same_tokens": perplexities(ngram_losses(training["tokens_seen"])),
+        "ngram_same_tokens": perplexities(ngram_losses(windows, training["tokens_seen"])),
+        "test_tokens": sum(len(one) for one in by_domain.values()),
         "sample_perplexity": sample_perplexity(model, directory),
         "routing": {domain: routing(one, n_experts) for domain, one in experts.items()},
         "routing_domain_overlap": overlap(experts, n_experts),
     }
 
 
-def ngram_losses(training_tokens: int | None = None) -> dict[str, np.ndarray]:
-    """Of exactly the tokens that the models predict: whole windows of each domain's test split.
+def ngram_losses(windows: int | None, training_tokens: int | None = None) -> dict[str, np.ndarray]:
+    """Of exactly the tokens that the models predict, in windows of each domain's test split.
 
     `training_tokens`: fit on the beginnings of the training streams, so many tokens in all; None: on all of them.
     """
@@ -79,8 +81,9 @@ def ngram_losses(training_tokens: int | None = None) -> dict[str, np.ndarray]:
     model = NGram.fit([one[: int(len(one) * part)] for one in streams], ENTRIES)
     losses = {}
     for domain in DOMAINS:
-        windows = len(evaluation_windows(domain, "test", CONTEXT_TOKENS))
-        losses[domain] = -model.log_probabilities(tokens(domain, "test")[: windows * CONTEXT_TOKENS + 1])
+        whole = len(evaluation_windows(domain, "test", CONTEXT_TOKENS))
+        chances_N = model.log_probabilities(tokens(domain, "test")[: whole * CONTEXT_TOKENS + 1])
+        losses[domain] = -spread_evenly(chances_N.reshape(whole, CONTEXT_TOKENS), windows).ravel()
     return losses
 
 
