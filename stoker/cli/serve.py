@@ -224,7 +224,8 @@ def _registry(
 
 def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
-    return {name: options[name] for name in ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram")}
+    names = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
+    return {name: options[name] for name in names}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:

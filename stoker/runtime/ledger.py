@@ -44,6 +44,7 @@ class Needs:
     prefix_bytes: int = 0  # kept prefixes of models without paged KV; the others use what is free of the KV
     kv_tokens: int = 0
     states_bytes: int = 0
+    grammar_bytes: int = 0  # the tokenizer's vocabulary for grammars, built at the first tools or JSON request
 
     @property
     def shared_tokens(self) -> int:
@@ -70,6 +71,7 @@ class Ledger:
     expert_bytes: int  # all records of the model
     prefix_bytes: int = 0
     kv_tokens: int = 0  # over all sequences; 0: ctx_tokens
+    grammar_bytes: int = 0
 
     @property
     def resident_share(self) -> float:
@@ -91,6 +93,7 @@ class Ledger:
             ("dense weights", self.dense_bytes, ""),
             ("KV cache", self.kv_bytes, tokens),
             *([("kept prefixes", self.prefix_bytes, "")] if self.prefix_bytes else []),
+            *([("grammars", self.grammar_bytes, "")] if self.grammar_bytes else []),
             ("expert slots", self.slots_bytes, f"{per_pool} a layer, {self.resident_share:.0%} of all experts"),
             ("prefill ring", self.ring_bytes, f"{self.ring_records} records"),
             ("scratch", self.scratch_bytes, ""),
@@ -109,8 +112,8 @@ def floor_bytes(needs: Needs) -> int:
 
 
 def _fixed(needs: Needs) -> int:
-    given = (needs.process_bytes, needs.dense_bytes, needs.kv_bytes, needs.prefix_bytes, needs.scratch_bytes)
-    return sum(given) + RESERVE_BYTES
+    kept = needs.kv_bytes + needs.prefix_bytes + needs.grammar_bytes
+    return needs.process_bytes + needs.dense_bytes + kept + needs.scratch_bytes + RESERVE_BYTES
 
 
 def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) -> Ledger:
@@ -131,6 +134,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
                     ("dense weights", needs.dense_bytes),
                     (f"KV of {needs.shared_tokens} tokens", needs.kv_bytes),
                     *([("kept prefixes", needs.prefix_bytes)] if needs.prefix_bytes else []),
+                    *([("grammars", needs.grammar_bytes)] if needs.grammar_bytes else []),
                     ("scratch", needs.scratch_bytes),
                     ("reserve", RESERVE_BYTES),
                     ("fewest slots", floor - _fixed(needs)),
@@ -167,6 +171,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
         ring_records=ring,
         expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
         prefix_bytes=needs.prefix_bytes,
+        grammar_bytes=needs.grammar_bytes,
     )
 
 

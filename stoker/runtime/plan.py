@@ -23,6 +23,7 @@ PATHS = ("auto", "exact", "staged", "hot", "whole_layer")
 CHUNKS = (2048, 1024, 512, 256, 128, 64, 32)
 SCRATCH_SHARE = 0.05
 SCRATCH_FLOOR = 48 << 20
+GRAMMAR_TOKEN_BYTES = 736  # measured: 31 MiB for 49k tokens, 106 MiB for 151k
 STATES_BYTES = 64 << 20  # room for a few recurrent states beside a context's keys and values
 PREFIX_SHARE = 0.1
 
@@ -47,6 +48,7 @@ class Options:
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
     populate: bool = False  # touch all slots at load: a slower start, a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
+    grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
     prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         kv_tokens=kv_tokens,
         states_bytes=states_bytes,
         prefix_bytes=_prefix_bytes(options, kv_bytes, limit, paged=shape is not None),
+        grammar_bytes=GRAMMAR_TOKEN_BYTES * config.vocab_size if options.grammars else 0,
     )
     chunk, scratch = smallest, needs.scratch_bytes
     if options.prefill_chunk is None:

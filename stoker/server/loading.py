@@ -29,7 +29,7 @@ class Batching:
 
 def model_options(options: Mapping[str, Any], batching: Batching) -> dict[str, Any]:
     """options: of `generate.model.load`. What is loaded for a server has room for several sequences and prefixes."""
-    return {**options, "parallel": batching.parallel, "prefix_ram": None}
+    return {**options, "parallel": batching.parallel, "prefix_ram": None, "grammars": True}
 
 
 def loader(settings: Settings, options: Mapping[str, Any], batching: Batching) -> Loader:

@@ -49,7 +49,7 @@ ENGINE: dict[str, tuple[str, float, str]] = {
     "prefetch_expired": ("expert_prefetches_expired", 1, "Prefetches that had not started at their deadline"),
     "dropped_experts": ("expert_dropped", 1, "Experts left out of a step: 0 always"),
 }
-LEDGER_PARTS = ("process", "dense", "kv", "prefix", "scratch", "slots", "ring", "reserve", "free")
+LEDGER_PARTS = ("process", "dense", "kv", "prefix", "grammar", "scratch", "slots", "ring", "reserve", "free")
 # Entry of PrefixCache.stats() -> (whether it is an amount now rather than a count since the start, help).
 PREFIX: dict[str, tuple[bool, str]] = {
     "lookups": (False, "Prompts that were looked up"),

@@ -23,10 +23,13 @@ def needs(**changes: object) -> Needs:
 
 @given(st.integers(0, 24 << 30), st.integers(1, 60), st.integers(1, 64), st.integers(1, 8), st.integers(1, 2000))
 def test_whatever_is_granted_fits_the_budget(spare: int, pools: int, experts: int, top_k: int, blocks: int) -> None:
-    wanted = needs(pools=tuple(PoolNeed(experts, 4096 * blocks, min(top_k, experts)) for _ in range(pools)))
+    wanted = needs(
+        pools=tuple(PoolNeed(experts, 4096 * blocks, min(top_k, experts)) for _ in range(pools)),
+        prefix_bytes=7 * MIB, grammar_bytes=31 * MIB,
+    )  # fmt: skip
     budget = floor_bytes(wanted) + spare
     ledger = plan_memory(budget, wanted)
-    entries = ("process", "dense", "kv", "scratch", "slots", "ring", "reserve", "free")
+    entries = ("process", "dense", "kv", "prefix", "grammar", "scratch", "slots", "ring", "reserve", "free")
     assert sum(getattr(ledger, f"{entry}_bytes") for entry in entries) == budget
     assert ledger.free_bytes >= 0
     assert all(min(top_k, experts) <= count <= experts for count in ledger.slots)

@@ -11,6 +11,8 @@ ENTRIES = (
     ("process_bytes", "libraries", "c7"),
     ("dense_bytes", "dense weights", "c1"),
     ("kv_bytes", "KV cache", "c3"),
+    ("prefix_bytes", "kept prefixes", "c3"),
+    ("grammar_bytes", "grammars", "c5"),
     ("slots_bytes", "expert slots", "c2"),
     ("ring_bytes", "prefill ring", "c4"),
     ("scratch_bytes", "scratch", "c5"),
@@ -21,21 +23,23 @@ ENTRIES = (
 
 def ledger_figure(ledgers: Mapping[str, Mapping[str, Any]]) -> str:
     """One bar for each ledger by name, on one scale."""
+    entries = [entry for entry in ENTRIES if any(ledger.get(entry[0]) for ledger in ledgers.values())]
     rows = []
     for name, ledger in ledgers.items():
         shares = [
-            (kind, float(ledger[key]), f"{words}: {parts.gibibytes(ledger[key])}") for key, words, kind in ENTRIES
+            (kind, float(ledger.get(key, 0)), f"{words}: {parts.gibibytes(ledger.get(key, 0))}")
+            for key, words, kind in entries
         ]
         rows.append((name, shares))
 
     def draw(width: float) -> str:
         return charts.stacked_row(width, "Memory by use", rows, parts.gibibytes)
 
-    head = ["", *(words for _, words, _ in ENTRIES), "budget", "floor", "slots a layer", "of all experts"]
+    head = ["", *(words for _, words, _ in entries), "budget", "floor", "slots a layer", "of all experts"]
     lines = [
         [
             name,
-            *(parts.gibibytes(ledger[key]) for key, _, _ in ENTRIES),
+            *(parts.gibibytes(ledger.get(key, 0)) for key, _, _ in entries),
             parts.gibibytes(ledger["budget_bytes"]),
             parts.gibibytes(ledger["floor_bytes"]),
             "-".join(str(n) for n in sorted({min(ledger["slots"]), max(ledger["slots"])})),

@@ -12,6 +12,7 @@ const PARTS = [
   ["dense", "dense"],
   ["kv", "KV cache"],
   ["prefix", "prefixes"],
+  ["grammar", "grammars"],
   ["slots", "slots"],
   ["ring", "ring"],
   ["scratch", "scratch"],
