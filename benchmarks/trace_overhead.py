@@ -5,7 +5,8 @@
 Every expert is in memory (the worst case: nothing to wait for hides the recorder), unless NAME ends in "-streamed":
 then the store runs at half of its experts, with reads and evictions to record. A pair is a block with and a block
 without, in an order that alternates (whole blocks count: routes are copied every few steps); the overhead is the median
-pair's. Where other programs take the processor, the processor's time tells more than the clock's. The bar is 2%.
+pair's. Where other programs take the processor, its own time and the tenth of the steps that was disturbed least tell
+more than the clock's (`fastest_tenth`; the copying is seldom in it). The bar is 2%.
 """
 
 import argparse
@@ -82,6 +83,7 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
         "overhead_95": interval(clock),
         "processor_overhead": statistics.median(processor),
         "processor_overhead_95": interval(processor),
+        "fastest_tenth": fastest(on) / fastest(off) - 1,
         "within_bar": statistics.median(clock) < BAR,
         "load_average": os.getloadavg()[0],
         "off_ms": spread([time for times, _ in off for time in times]),
@@ -89,6 +91,12 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
         "pairs": pairs,
         "steps_a_block": block,
     }
+
+
+def fastest(blocks: list[tuple[list[float], float]]) -> float:
+    """ms that a tenth of all steps stayed below."""
+    times = sorted(time for times, _ in blocks for time in times)
+    return times[len(times) // 10]
 
 
 def interval(samples: list[float], draws: int = 2000) -> tuple[float, float]:
@@ -125,6 +133,7 @@ def main() -> None:
         found = cases[name]
         print(
             f"{name}: {told(found, 'overhead')}, of the processor's time {told(found, 'processor_overhead')}, "
+            f"fastest tenth {found['fastest_tenth']:+.2%}, "
             f"{found['off_ms']['median']:.2f} ms a step without"
         )
     write_result(options.output, {"bar": BAR, "cases": cases})
