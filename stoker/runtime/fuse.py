@@ -97,6 +97,26 @@ class FusedRouter(nn.Module):
         return logits_TE, weights_TK, experts_TK
 
 
+def one_by_one(x: Tensor) -> Tensor:
+    """`x` with gaps between its values. torch computes sigmoid and the like of dense values in vectors and of the last
+    few apart, with another last bit: a token's numbers would depend on how many tokens there are. With gaps all are
+    computed apart."""
+    spaced = x.new_empty(*x.shape, 2)
+    spaced[..., 0] = x
+    return spaced[..., 0]
+
+
+class SpacedGate(nn.Module):
+    """The gate of a shared expert: one value a token, to which the model's code applies a sigmoid."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return one_by_one(self.linear(hidden))
+
+
 class GroupedRouter(nn.Module):
     """DeepSeek-V3's gate with native logits, so that a token's route does not depend on the batch: as FusedRouter."""
 
@@ -109,7 +129,7 @@ class GroupedRouter(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
-        scores_TE = logits_TE.sigmoid()
+        scores_TE = one_by_one(logits_TE).sigmoid().contiguous()
         choice_TGE = (scores_TE + self.correction).view(len(scores_TE), self.groups, -1)
         best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1, sorted=False).indices
         barred_TG = torch.ones(choice_TGE.shape[:2], dtype=torch.bool).scatter_(1, best_TG, False)
@@ -191,6 +211,8 @@ def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
             _replace(model, path, module, _router(module), report, "routers")
         elif type(module).__name__ in GROUPED_ROUTER_CLASSES:
             _replace(model, path, module, GroupedRouter(module), report, "routers")
+        elif path.endswith(".shared_expert_gate"):
+            model.set_submodule(path, SpacedGate(module), strict=True)
         elif type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
             _replace(model, path, module, _norm(module), report, "norms")
     return report

@@ -19,7 +19,7 @@ from stoker.store.reader import open_store
 from tests.runtime.conftest import Packer, packed  # noqa: F401
 from tests.runtime.tiny import VOCABULARY
 
-PAGED, UNPAGED = ("qwen3_moe", "glm4_moe"), ("gpt_oss", "qwen3_5_moe")
+PAGED, UNPAGED = ("qwen3_moe", "qwen2_moe", "glm4_moe"), ("gpt_oss", "qwen3_5_moe")
 # Prompt tokens, tokens to say, sampling: lengths around blocks of 64 and chunks of 32, greedy and drawn.
 SHAPES: list[tuple[int, int, dict[str, Any]]] = [
     (130, 9, {}),

@@ -1,5 +1,7 @@
 """A step of parts of several sequences: rows in the order asked, equal to single steps, undone when it fails."""
 
+import random
+
 import pytest
 import torch
 
@@ -7,7 +9,9 @@ from stoker.errors import OptionError
 from stoker.runtime.model import Options, load
 from stoker.runtime.sequence import CacheSequence, cache_state_bytes
 from stoker.runtime.step import Part
+from stoker.store.reader import open_store
 from tests.runtime.conftest import Packer
+from tests.runtime.tiny import VOCABULARY
 
 PROMPT = list(range(3, 80))
 
@@ -76,3 +80,34 @@ def test_a_cache_below_one_context_is_refused() -> None:
         Options(ctx_size=4096, kv_tokens=2048)
     with pytest.raises(OptionError, match="at least one sequence"):
         Options(parallel=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe"])
+def test_no_composition_of_a_step_changes_a_bit(name: str, packed: Packer) -> None:
+    """Random parts of six sequences, answers beside prompts, with and without room for the experts: every row of logits
+    is the one that its sequence gives alone, a token at a time."""
+    source, length = random.Random(0), 150
+    texts = [[source.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(6)]
+    slots = (3,) * len(open_store(packed(name, 4)).pools)
+    options = Options(memory="8GiB", ctx_size=192, kv_tokens=1920, prefill_chunk=32, threads=1, slots=slots)
+    with load(packed(name, 4), options) as runtime:
+        wanted = []
+        for text in texts:
+            alone = runtime.new_sequence()
+            wanted.append([runtime.advance([Part(alone, [token], decode=True)])[0].clone() for token in text])
+            alone.close()
+        for _ in range(3):
+            sequences = [runtime.new_sequence() for _ in texts]
+            while open_ones := [i for i, sequence in enumerate(sequences) if sequence.length < length]:
+                chosen = source.sample(open_ones, source.randint(1, len(open_ones)))
+                answers = [i for i in chosen if source.random() < 0.6]
+                parts = [Part(sequences[i], [texts[i][sequences[i].length]], decode=True) for i in answers]
+                for i in (one for one in chosen if one not in answers):
+                    first = sequences[i].length
+                    parts.append(Part(sequences[i], texts[i][first : first + source.randint(1, 32)]))
+                rows = runtime.advance(parts)
+                for part, row in zip(parts, rows, strict=True):
+                    index = next(i for i, sequence in enumerate(sequences) if sequence is part.sequence)
+                    assert torch.equal(row, wanted[index][part.sequence.length - 1])
+            for sequence in sequences:
+                sequence.close()
