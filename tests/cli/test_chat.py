@@ -110,7 +110,7 @@ def test_from_a_pipe(store: Path) -> None:
     """Answers alone on stdout; the second is what the model says to the whole history."""
     done = stoker("chat", store, "-n", 12, *BUDGET, "--system", "Be brief.", stdin="Hello\n\nAnd you?\n/quit\nnever\n")
     assert done.returncode == 0, done.stderr
-    with stoker_package.load(store, memory="2GiB") as model:
+    with stoker_package.load(store, memory="8GiB") as model:
         history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
         first = model.generate(history, max_tokens=12, temperature=0.0).text
         history += [{"role": "assistant", "content": first}, {"role": "user", "content": "And you?"}]

@@ -25,7 +25,7 @@ def run(*arguments: object, stdin: str = "") -> Result:
 @pytest.fixture(scope="module")
 def expected(store: Path) -> dict[str, str]:
     """What the Python door says to the same prompts."""
-    with stoker_package.load(store, memory="2GiB") as model:
+    with stoker_package.load(store, memory="8GiB") as model:
         chat = model.generate([{"role": "user", "content": PROMPT}], max_tokens=24, temperature=0.0)
         system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
         return {

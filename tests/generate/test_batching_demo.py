@@ -45,7 +45,7 @@ def answers(batcher: Batcher, jobs: list[Job]) -> list[tuple[str, list[int], Any
 
 
 def test_served_answers_are_those_of_single_runs(demo_store: Path) -> None:  # noqa: F811
-    with load(demo_store, memory="1500MiB", ctx_size=512, kv_tokens=2048, parallel=4) as model:
+    with load(demo_store, memory="8GiB", slots=(4,) * 30, ctx_size=512, kv_tokens=2048, parallel=4) as model:
         wanted = []
         for text, sampling in ASKED:
             result = model.generate(text, max_tokens=TOKENS, **sampling)

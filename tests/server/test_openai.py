@@ -32,7 +32,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def expected(demo_store: Path) -> dict[str, Any]:
     """What the Python door (and so `stoker run`) says."""
-    with stoker.load(demo_store, memory=BUDGET) as model:
+    with stoker.load(demo_store, memory="8GiB") as model:
         sampling: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11}
         greedy = model.generate(QUESTION, max_tokens=24)
         return {

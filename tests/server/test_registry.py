@@ -65,7 +65,7 @@ def test_loaded_when_asked_for_and_let_go_when_idle(server: Server, demo_store: 
     unknown = ask(server, "gpt-4")
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
     assert big in unknown.json()["error"]["message"]
-    with stoker.load(demo_store, memory="1500MiB") as model:
+    with stoker.load(demo_store, memory="8GiB") as model:
         assert answer["choices"][0]["message"]["content"] == model.generate(MESSAGES, max_tokens=8).text
     deadline = time.monotonic() + 60
     while "loaded" in states(server).values():
@@ -87,7 +87,7 @@ def test_names() -> None:
 def test_a_price_is_what_loading_takes(tiny_store: Path) -> None:
     cost = price(tiny_store, ctx_size=256)
     assert cost.ctx_tokens == 256 and 0 < cost.floor_bytes <= cost.full_bytes
-    with stoker.load(tiny_store, memory="2GiB", ctx_size=256) as model:
+    with stoker.load(tiny_store, memory="8GiB", ctx_size=256) as model:
         ledger = model.ledger()
         taken = ledger["budget_bytes"] - ledger["free_bytes"] - ledger["process_bytes"]
         assert ledger["resident_share"] == 1 and abs(taken - cost.full_bytes) < 4 * MIB

@@ -203,7 +203,8 @@ def test_no_read_permission(single: Path, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
         for parent in tmp_path.parents[:2]:
             parent.chmod(0o755)
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             os.setgid(65534)
             os.setuid(65534)
             try:
@@ -211,7 +212,7 @@ def test_no_read_permission(single: Path, tmp_path: Path) -> None:
             except CheckpointError as error:
                 os._exit(7 if "Permission denied" in str(error) else 8)
             os._exit(9)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         return
     with pytest.raises(CheckpointError, match="Permission denied"):
         packs(single, tmp_path / "store")
