@@ -3,8 +3,11 @@
 What a reader returns never depends on how the text was cut: it takes from the buffer only what no later text changes.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
+
+from stoker.generate.answers.parts import Part
 
 Result = TypeVar("Result")
 Reader = Generator[None, None, Result]
@@ -86,3 +89,32 @@ def match_loosely(text: str, head: str) -> int | None:
             return -1
         at += 1
     return at
+
+
+class FeedParser(ABC):
+    """A parser that is one reader: pieces of text in, the parts that became certain out."""
+
+    def __init__(self) -> None:
+        self._feed = Feed()
+        self._parts: list[Part] = []
+        self._reader = self._answer()
+        self._running = True
+
+    @abstractmethod
+    def _answer(self) -> Reader[None]:
+        """Reads the whole answer from `_feed` and appends to `_parts`."""
+
+    def push(self, text: str) -> list[Part]:
+        self._feed.text += text
+        return self._run()
+
+    def finish(self) -> list[Part]:
+        self._feed.ended = True
+        return self._run()
+
+    def _run(self) -> list[Part]:
+        if self._running:
+            self._running = next(self._reader, "end") != "end"
+        parts = self._parts[:]
+        self._parts.clear()
+        return parts

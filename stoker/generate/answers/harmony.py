@@ -8,43 +8,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.generate.answers.feed import Feed, Reader
-from stoker.generate.answers.parts import Content, Part, Reasoning, ToolArguments, ToolStart, new_call_id
+from stoker.generate.answers.feed import FeedParser, Reader
+from stoker.generate.answers.parts import Content, Reasoning, ToolArguments, ToolStart, new_call_id
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(FeedParser):
     """Parses one answer. tools: JSON schema of the arguments by name."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._feed = Feed()
+        super().__init__()
         self._tools = tools or {}
-        self._parts: list[Part] = []
         self._count = 0
-        self._reader = self._answer()
-        self._running = True
 
     @property
     def called_tools(self) -> bool:
         return self._count > 0
-
-    def push(self, text: str) -> list[Part]:
-        self._feed.text += text
-        return self._run()
-
-    def finish(self) -> list[Part]:
-        self._feed.ended = True
-        return self._run()
-
-    def _run(self) -> list[Part]:
-        if self._running:
-            self._running = next(self._reader, "end") != "end"
-        parts = self._parts[:]
-        self._parts.clear()
-        return parts
 
     def _answer(self) -> Reader[None]:
         while True:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.generate.answers.calls import CallReader
-from stoker.generate.answers.feed import Feed, Reader
+from stoker.generate.answers.feed import FeedParser, Reader
 from stoker.generate.answers.layout import Layout, Think
-from stoker.generate.answers.parts import Content, Part, Reasoning
+from stoker.generate.answers.parts import Content, Reasoning
 
 
-class Parser:
+class Parser(FeedParser):
     """Parses one answer.
 
     think: the marks of reasoning, None where the model does not reason; thinking: the prompt ended inside it. layout:
@@ -27,33 +27,15 @@ class Parser:
         layout: Layout | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._feed = Feed()
-        self._parts: list[Part] = []
+        super().__init__()
         self._think, self._thinking, self._layout = think, thinking, layout
         self._calls = CallReader(self._feed, layout, tools or {}, self._parts.append) if layout else None
         self._space = ""  # whitespace of the content that may turn out to belong to a call
         self._said = False
-        self._reader = self._answer()
-        self._running = True
 
     @property
     def called_tools(self) -> bool:
         return self._calls is not None and self._calls.count > 0
-
-    def push(self, text: str) -> list[Part]:
-        self._feed.text += text
-        return self._run()
-
-    def finish(self) -> list[Part]:
-        self._feed.ended = True
-        return self._run()
-
-    def _run(self) -> list[Part]:
-        if self._running:
-            self._running = next(self._reader, "end") != "end"
-        parts = self._parts[:]
-        self._parts.clear()
-        return parts
 
     def _answer(self) -> Reader[None]:
         if self._think is not None:
