@@ -4,6 +4,7 @@ but for `cancel` and the numbers that a status shows.
 Knows neither the other jobs nor the steps; what a step gave it is handed in.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from stoker.generate.job import Done, Event, Failed, Job, Piece, Progress, Row
 from stoker.generate.output import Output
 
 Listener = Callable[[Event], None]
+log = logging.getLogger("stoker.engine")
 
 
 class Ticket:
@@ -116,6 +118,7 @@ class Ticket:
         try:
             self._listen(event)
         except Exception:
+            log.exception("job %d is cancelled: its listener failed", self.id)
             self.cancelled = True
 
     def _end(self, event: Done | Failed) -> None:
