@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 
+# The folders of an absolute path, up to its last part: they say nothing on another machine.
+_FOLDERS = re.compile(r"(?<=[= ])/(?:[^/ ]+/)+(?=[^/ ])")
+
+
 def provenance() -> dict[str, Any]:
     """Command line, commit (with "+" when the tree has changes), processor, cores, memory, kernel, date (UTC)."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _FOLDERS.sub("", " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
