@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-
 # The folders of an absolute path, up to its last part: they say nothing on another machine.
 _FOLDERS = re.compile(r"(?<=[= ])/(?:[^/ ]+/)+(?=[^/ ])")
 
