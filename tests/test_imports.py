@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"*"},
     "bench": {"generate", "runtime", "residency", "routing", "native", "plan", "store", "quant", "trace"},
     "server": {"generate", "trace"},
-    "train": {"generate", "runtime", "routing", "store", "trace"},
+    "train": {"generate", "runtime", "routing", "store", "trace", "native", "quant"},
     "generate": {"runtime", "plan", "trace"},
     "generate.scheduler": set(),
     "runtime": {"residency", "routing", "store.reader", "native", "quant", "trace"},

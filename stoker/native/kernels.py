@@ -88,6 +88,7 @@ class Matrix:
                 _check_bytes(name, part, spec.scales_bytes, _SCALE_DTYPES[spec.format.scale_dtype])
         if row_bias is not None:
             _check("row_bias", row_bias, torch.float32, (spec.rows,))
+        self.row_bias = row_bias
         self._tensors = (codes, scales, biases, row_bias)
         addresses = [0 if t is None else t.data_ptr() for t in self._tensors]
         self.native = _native_matrix(spec, addresses, activation_bits)

@@ -240,7 +240,7 @@ def _experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, t
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _experts_function)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "silu": lambda gate, up, alpha, limit: F.silu(gate) * up,
     "gelu": lambda gate, up, alpha, limit: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up, alpha, limit: F.gelu(gate, approximate="tanh") * up,
@@ -266,12 +266,12 @@ def activation_of(module: Any, path: str) -> tuple[str, float, float]:
     gate, up = torch.linspace(-9, 9, 64).repeat(2, 1), torch.linspace(8, -8, 64).repeat(2, 1)
     joined = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
     wanted = module._apply_gate(joined)
-    for name, function in _ACTIVATIONS.items():
+    for name, function in ACTIVATIONS.items():
         if torch.allclose(function(gate, up, alpha, limit), wanted, atol=1e-5, rtol=1e-5):
             return name, alpha, limit
     raise CheckpointError(
         "the experts' activation is not supported",
         where=f"{path} ({type(module).__name__})",
-        expected=", ".join(_ACTIVATIONS),
+        expected=", ".join(ACTIVATIONS),
         got=getattr(getattr(module, "config", None), "hidden_act", "unknown"),
     )
