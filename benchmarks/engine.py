@@ -47,7 +47,6 @@ def cells(quick: bool) -> list[Cell]:
     for gib in (4, 8):
         found += [
             Cell(f"stoker {gib}GiB", "stoker", gib, decode=2 * tokens),
-            Cell(f"stoker {gib}GiB, touched at load", "stoker", gib, decode=2 * tokens, extra=("--populate",)),
             Cell(f"llama.cpp mmap {gib}GiB", "llama", gib, decode=tokens),
             Cell(
                 f"llama.cpp mmap {gib}GiB default read-ahead",
@@ -112,7 +111,7 @@ def main() -> None:
             runs = done.runs.setdefault(cell.name, [])
             if len(runs) > round_ or (cell.repeats is not None and round_ >= cell.repeats):
                 continue
-            runs.append(measure(cell, arguments))
+            runs.append(measure_beside_device(cell, arguments))
             done.keep()
             say_run(cell, runs[-1])
     rates = [*done.rates, device_rate(arguments.store)]
@@ -121,6 +120,7 @@ def main() -> None:
         {
             "device_bytes_per_s": spread(rates),
             "cells": {cell.name: summary(runs) for cell in chosen if (runs := done.runs.get(cell.name))},
+            "shares_of_bound": shares_of_bound(done.runs),
             "runs": done.runs,
         },
     )
@@ -170,6 +170,42 @@ def say_run(cell: Cell, run: dict[str, Any]) -> None:
         f"{run['decode_bytes_per_token'] / 1e6:.0f} MB/token, cgroup {run['cgroup_peak_bytes'] / GIB:.2f} GiB, "
         f"RSS {run['rss_peak_bytes'] / GIB:.2f} GiB, {run['wall_s']:.0f} s"
     )
+
+
+def measure_beside_device(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Streaming runs also get the device's own rate around them: it drifts within a round."""
+    if cell.engine != "stoker" or cell.limit_gib is None:
+        return measure(cell, arguments)
+    before = device_rate(arguments.store, seconds=2.0)
+    run = measure(cell, arguments)
+    return run | {"device_bytes_per_s": (before + device_rate(arguments.store, seconds=2.0)) / 2}
+
+
+def shares_of_bound(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Bound / measured time of the streaming cells. The bound is the larger of reading the bytes that were demanded, at
+    the device's rate around the run, and computing, which is what the best resident run took."""
+    resident = runs.get("stoker resident", [])
+    streaming = {
+        name: [run for run in streamed if "device_bytes_per_s" in run]
+        for name, streamed in runs.items()
+        if any("device_bytes_per_s" in run for run in streamed)
+    }
+    if not resident:
+        return {}
+    token_s = 1 / max(run["decode_tok_s"] for run in resident)
+    prompt_s = min(run["prefill_s"] for run in resident)
+
+    def decode(run: dict[str, Any]) -> float:
+        reading_s = run["decode_bytes_per_token"] / run["device_bytes_per_s"]
+        return float(max(reading_s, token_s) * run["decode_tok_s"])
+
+    def prefill(run: dict[str, Any]) -> float:
+        return float(max(run["prefill_bytes"] / run["device_bytes_per_s"], prompt_s) / run["prefill_s"])
+
+    return {
+        name: {"decode": spread([decode(run) for run in whole]), "prefill": spread([prefill(run) for run in whole])}
+        for name, whole in streaming.items()
+    }
 
 
 def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:

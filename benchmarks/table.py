@@ -9,11 +9,9 @@ START, END = "<!-- results: written by benchmarks/table.py -->", "<!-- end of re
 ROWS = {
     "stoker 3GiB": "stoker, 3 GiB",
     "stoker 4GiB": "stoker, 4 GiB",
-    "stoker 4GiB, touched at load": "stoker, 4 GiB, slots touched at load",
     "llama.cpp mmap 4GiB": "llama.cpp, mmap, 4 GiB",
     "llama.cpp mmap 4GiB default read-ahead": "llama.cpp, mmap, 4 GiB, the system's read-ahead",
     "stoker 8GiB": "stoker, 8 GiB",
-    "stoker 8GiB, touched at load": "stoker, 8 GiB, slots touched at load",
     "llama.cpp mmap 8GiB": "llama.cpp, mmap, 8 GiB",
     "llama.cpp mmap 8GiB default read-ahead": "llama.cpp, mmap, 8 GiB, the system's read-ahead",
     "stoker resident": "stoker, all in memory",

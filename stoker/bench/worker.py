@@ -266,7 +266,7 @@ def _engine(options: argparse.Namespace) -> Engine:
         "ctx_size": options.ctx_size,
         "depth": options.depth,
         "prefill_chunk": options.prefill_chunk,
-        "populate": options.populate,
+        "populate": not options.untouched,
         "activation_bits": options.activation_bits,
         "direct": not options.buffered,
     }
@@ -296,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--route-weights", default="own")
     parser.add_argument("--no-mmap", action="store_true", help="llama.cpp: read the weights into memory (and repack)")
     parser.add_argument("--activation-bits", type=int, default=16, help="stoker: rounding of the kernels' inputs")
-    parser.add_argument("--populate", action="store_true", help="stoker: touch all slots at load")
+    parser.add_argument("--untouched", action="store_true", help="stoker: leave the slots' pages to the first reads")
     parser.add_argument("--warm", action="store_true", help="stoker: load every expert that fits before measuring")
     return parser
 

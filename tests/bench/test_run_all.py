@@ -78,7 +78,7 @@ def test_a_finished_part_is_not_run_again_but_a_failed_one_is(tmp_path: Path) ->
 
 def run_of(tok_s: float) -> dict[str, Any]:
     return {"prefill_tok_s": 10.0, "decode_tok_s": tok_s, "decode_bytes_per_token": 1e6, "cgroup_peak_bytes": 1 << 30,
-            "rss_peak_bytes": 1 << 30, "wall_s": 1.0}  # fmt: skip
+            "rss_peak_bytes": 1 << 30, "wall_s": 1.0, "prefill_s": 2.0, "prefill_bytes": 6e9}  # fmt: skip
 
 
 def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(engine, "device_rate", lambda _: 2e9)
     monkeypatch.setattr(engine, "block_device", lambda _: "vda")
     monkeypatch.setattr(engine.signal, "signal", lambda *_: None)
-    words = ["engine.py", "STORE", "--repeats", "2", "--only", "stoker 4GiB", "stoker 3GiB"]
+    words = ["engine.py", "STORE", "--repeats", "2", "--only", "stoker 4GiB", "stoker resident", "stoker 3GiB"]
     words += ["--out", str(tmp_path / "o.json"), "--keep", str(tmp_path / "k.json")]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(KeyboardInterrupt):
@@ -106,9 +106,27 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
     result = json.loads((tmp_path / "o.json").read_text())
     assert len(made) == 6 and not (tmp_path / "k.json").exists()
     assert {name: len(runs) for name, runs in result["runs"].items()} == {
-        "stoker 4GiB": 2, "stoker 4GiB, touched at load": 2, "stoker 3GiB": 2,
+        "stoker 4GiB": 2, "stoker resident": 2, "stoker 3GiB": 2,
     }  # fmt: skip
     assert sorted(run["decode_tok_s"] for runs in result["runs"].values() for run in runs) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_bound_is_the_larger_of_reading_and_computing() -> None:
+    resident = run_of(8.0) | {"prefill_s": 4.0}
+    reading = run_of(2.0) | {"decode_bytes_per_token": 8e8, "prefill_bytes": 10e9, "prefill_s": 6.25}
+    computing = run_of(4.0) | {"decode_bytes_per_token": 1e6, "prefill_bytes": 1e9, "prefill_s": 5.0}
+    runs = {
+        "stoker resident": [resident],
+        "stoker 4GiB": [reading | {"device_bytes_per_s": 2e9}],
+        "stoker 8GiB": [computing | {"device_bytes_per_s": 2e9}],
+        "llama.cpp mmap 4GiB": [run_of(1.0)],
+    }
+    shares = engine.shares_of_bound(runs)
+    assert shares.keys() == {"stoker 4GiB", "stoker 8GiB"}
+    assert shares["stoker 4GiB"]["decode"]["median"] == pytest.approx(0.4 * 2.0)
+    assert shares["stoker 4GiB"]["prefill"]["median"] == pytest.approx(5.0 / 6.25)
+    assert shares["stoker 8GiB"]["decode"]["median"] == pytest.approx(4.0 / 8.0)
+    assert shares["stoker 8GiB"]["prefill"]["median"] == pytest.approx(4.0 / 5.0)
 
 
 def test_other_settings_do_not_use_what_was_kept(tmp_path: Path) -> None:
