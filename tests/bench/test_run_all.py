@@ -93,7 +93,7 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
         return run_of(len(made))
 
     monkeypatch.setattr(engine, "measure", measure)
-    monkeypatch.setattr(engine, "device_rate", lambda _: 2e9)
+    monkeypatch.setattr(engine, "device_rate", lambda _, **__: 2e9)
     monkeypatch.setattr(engine, "block_device", lambda _: "vda")
     monkeypatch.setattr(engine.signal, "signal", lambda *_: None)
     words = ["engine.py", "STORE", "--repeats", "2", "--only", "stoker 4GiB", "stoker resident", "stoker 3GiB"]
