@@ -179,7 +179,9 @@ NB_MODULE(_io, m) {
       .def("tensor", [](const ArenaHandle& a, std::size_t offset, std::size_t nbytes) {
         return arena_tensor(a.open(), offset, nbytes);
       }, "offset"_a, "nbytes"_a)
-      .def("populate", [](const ArenaHandle& a) { a.open()->populate(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("populate", [](const ArenaHandle& a, std::size_t offset, std::size_t nbytes) {
+        a.open()->populate(offset, nbytes);
+      }, "offset"_a, "nbytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("pages", [](const ArenaHandle& a) {
         const Arena::Pages pages = a.open()->pages();
         return nb::make_tuple(pages.resident_bytes, pages.huge_bytes);

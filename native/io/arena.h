@@ -23,8 +23,9 @@ class Arena {
   std::uint8_t* data() const { return data_; }
   std::size_t nbytes() const { return nbytes_; }
 
-  // Faults every page in now, so that a later step does not pay for it. Throws std::system_error.
-  void populate();
+  // Faults the pages of [offset, offset + nbytes) in now, so that a later step does not pay for it. Harmless beside
+  // reads into the same bytes. Throws std::system_error, std::out_of_range.
+  void populate(std::size_t offset, std::size_t nbytes);
 
   struct Pages {
     std::size_t resident_bytes, huge_bytes;

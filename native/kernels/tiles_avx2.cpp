@@ -1,5 +1,6 @@
 // Tile kernels for AVX2 with FMA: 16 rows lie in two vectors of 8 lanes. 4-bit codes use maddubs (8 sums of two
-// products of at most 15 * 128 fit 16 bits); 8-bit codes would saturate there, so they are widened to 16 bits.
+// products of at most 15 * 128 fit 16 bits); 8-bit codes would saturate there, so they are widened to 16 bits. Both
+// halves and both planes at a time, since loads run out first; two tokens at a time would run out of registers.
 // Affine results equal the portable ones bit for bit.
 #include <immintrin.h>
 
@@ -29,60 +30,100 @@ inline __m256 broadcast_float(const char* p) {
 
 inline __m256i load_words(const char* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
-// 8 rows of one group as bytes of 4 columns each, in the order in which the activations are stored.
+// Where the weights of one block of 32 columns come from: word(quad, half) is 4 columns of 8 rows, a byte each.
+template <int BITS>
+struct PackedBlock {  // as they lie in memory
+  const char* codes;
+
+  inline __m256i word(int quad, int half) const {
+    if constexpr (BITS == 8) return load_words(codes + 64 * quad + 32 * half);
+    const __m256i pair = load_words(codes + 64 * (quad / 2) + 32 * half);
+    return _mm256_and_si256(quad % 2 ? _mm256_srli_epi32(pair, 4) : pair, _mm256_set1_epi8(15));
+  }
+};
+
+struct UnpackedBlock {  // unpacked once for many tokens
+  const __m256i* words;
+
+  inline __m256i word(int quad, int half) const { return words[2 * quad + half]; }
+};
+
 template <int BITS, int GROUP>
-inline void unpack_group(const char* codes, __m256i* w) {
-  const __m256i mask = _mm256_set1_epi8(15);
-  for (int i = 0; i < GROUP * BITS / 32; ++i) {
-    const __m256i v = load_words(codes + 64 * i);
-    if constexpr (BITS == 4) {
-      w[2 * i] = _mm256_and_si256(v, mask);
-      w[2 * i + 1] = _mm256_and_si256(_mm256_srli_epi32(v, 4), mask);
-    } else {
-      w[i] = v;
-    }
+inline void unpack_group(const char* codes, __m256i* words) {
+  for (int b = 0; b < GROUP / kBlock; ++b) {
+    const PackedBlock<BITS> block{codes + b * kBlock * BITS * 2};
+    for (int i = 0; i < 16; ++i) words[16 * b + i] = block.word(i / 2, i % 2);
   }
 }
 
-// Exact sums of 32 columns of 8 rows.
+// Adds the products of 4 columns of 16 rows with one token's activations.
 template <int BITS>
-inline __m256i block_sum(const __m256i* w, const char* x) {
-  __m256i sum = _mm256_setzero_si256();
+inline void add_products(const __m256i (&w)[2], __m256i x, __m256i (&sum)[2]) {
   if constexpr (BITS == 4) {
-    for (int i = 0; i < 8; ++i) sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[i], broadcast_dword(x + 4 * i)));
-    return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+    for (int half = 0; half < 2; ++half) sum[half] = _mm256_add_epi16(sum[half], _mm256_maddubs_epi16(w[half], x));
   } else {
     const __m256i low_byte = _mm256_set1_epi16(255);
-    for (int i = 0; i < 8; ++i) {
-      const __m256i xi = broadcast_dword(x + 4 * i);
-      const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(xi, 8), 8), x_odd = _mm256_srai_epi16(xi, 8);
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_and_si256(w[i], low_byte), x_even));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(w[i], 8), x_odd));
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+    for (int half = 0; half < 2; ++half) {
+      const __m256i low = _mm256_madd_epi16(_mm256_and_si256(w[half], low_byte), even);
+      const __m256i high = _mm256_madd_epi16(_mm256_srli_epi16(w[half], 8), odd);
+      sum[half] = _mm256_add_epi32(sum[half], _mm256_add_epi32(low, high));
     }
-    return sum;
   }
 }
 
-template <int BITS, int GROUP, int PLANES>
-inline void add_group(const __m256i* w, __m256 scale, __m256 bias, const char* record, float* acc) {
+// Exact sums of 32 columns of 16 rows: a weight is loaded once for both planes, an activation once for both halves.
+template <int BITS, int PLANES, class Block>
+inline void block_sums(const Block& block, const char* x, int plane_bytes, __m256i (&sum)[PLANES][2]) {
+  for (int p = 0; p < PLANES; ++p) sum[p][0] = sum[p][1] = _mm256_setzero_si256();
+#pragma GCC unroll 1  // unrolled whole, GCC runs out of registers
+  for (int pair = 0; pair < 4; ++pair) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      const __m256i w[2] = {block.word(2 * pair + odd, 0), block.word(2 * pair + odd, 1)};
+#pragma GCC unroll 2
+      for (int p = 0; p < PLANES; ++p) {
+        add_products<BITS>(w, broadcast_dword(x + p * plane_bytes + 8 * pair + 4 * odd), sum[p]);
+      }
+    }
+  }
+  if constexpr (BITS == 4) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int p = 0; p < PLANES; ++p) {
+      for (int half = 0; half < 2; ++half) sum[p][half] = _mm256_madd_epi16(sum[p][half], ones);
+    }
+  }
+}
+
+// Adds one group of columns to the 16 rows of one token; blocks(b) is the group's b-th block.
+template <int BITS, int GROUP, int PLANES, class Blocks>
+inline void add_group(const Blocks& blocks, const __m256* scale, const __m256* bias, const char* record, float* acc) {
   constexpr int kBlocks = GROUP / kBlock;
-  __m256 term = _mm256_setzero_ps();
+  __m256 term[2];
 #pragma GCC unroll 4
   for (int b = 0; b < kBlocks; ++b) {
-    const char* codes = record + 4 + 4 * kBlocks + b * kBlock;
-    __m256i sum = block_sum<BITS>(w + 8 * b, codes);
-    if (PLANES == 2) sum = _mm256_add_epi32(_mm256_slli_epi32(sum, 8), block_sum<BITS>(w + 8 * b, codes + GROUP));
-    const __m256 s = _mm256_cvtepi32_ps(sum);
+    __m256i sum[PLANES][2];
+    block_sums<BITS, PLANES>(blocks(b), record + 4 + 4 * kBlocks + b * kBlock, GROUP, sum);
     const __m256 x_scale = broadcast_float(record + 4 + 4 * b);
-    term = b == 0 ? _mm256_mul_ps(s, x_scale) : _mm256_fmadd_ps(s, x_scale, term);
+    for (int half = 0; half < 2; ++half) {
+      __m256i whole = sum[0][half];
+      if constexpr (PLANES == 2) whole = _mm256_add_epi32(_mm256_slli_epi32(whole, 8), sum[1][half]);
+      const __m256 s = _mm256_cvtepi32_ps(whole);
+      term[half] = b == 0 ? _mm256_mul_ps(s, x_scale) : _mm256_fmadd_ps(s, x_scale, term[half]);
+    }
   }
-  const __m256 a = _mm256_fmadd_ps(term, scale, _mm256_load_ps(acc));
-  _mm256_store_ps(acc, _mm256_fmadd_ps(bias, broadcast_float(record), a));
+  const __m256 x_sum = broadcast_float(record);
+  for (int half = 0; half < 2; ++half) {
+    float* a = acc + 8 * half;
+    const __m256 scaled = _mm256_fmadd_ps(term[half], scale[half], _mm256_load_ps(a));
+    _mm256_store_ps(a, _mm256_fmadd_ps(bias[half], x_sum, scaled));
+  }
 }
 
 template <int BITS, int GROUP, int PLANES>
 void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_tokens, int64_t tile, float* acc) {
   constexpr int kRecord = 4 + 4 * (GROUP / kBlock) + PLANES * GROUP;
+  constexpr int kBlockBytes = kBlock * BITS * 2;
   constexpr int64_t kGroupBytes = GROUP * BITS * 2;
   const int64_t groups = m.cols / GROUP;
   const char* codes = static_cast<const char*>(m.codes) + tile * groups * kGroupBytes;
@@ -90,14 +131,19 @@ void affine_tile(const Matrix& m, const char* x, int64_t unit_stride, int64_t n_
   const uint16_t* biases = m.biases + tile * groups * 16;
   for (int64_t i = 0; i < n_tokens * 16; i += 8) _mm256_store_ps(acc + i, _mm256_setzero_ps());
   for (int64_t g = 0; g < groups; ++g, codes += kGroupBytes, x += unit_stride) {
-    for (int half = 0; half < 2; ++half) {
-      __m256i w[GROUP / 4];
-      unpack_group<BITS, GROUP>(codes + 32 * half, w);
-      const __m256 scale = load_scales(scales + 16 * g + 8 * half, m.scale_is_half);
-      const __m256 bias = load_scales(biases + 16 * g + 8 * half, m.scale_is_half);
-      for (int64_t t = 0; t < n_tokens; ++t) {
-        add_group<BITS, GROUP, PLANES>(w, scale, bias, x + t * kRecord, acc + 16 * t + 8 * half);
-      }
+    const uint16_t *s = scales + 16 * g, *b = biases + 16 * g;
+    const __m256 scale[2] = {load_scales(s, m.scale_is_half), load_scales(s + 8, m.scale_is_half)};
+    const __m256 bias[2] = {load_scales(b, m.scale_is_half), load_scales(b + 8, m.scale_is_half)};
+    if (n_tokens == 1) {
+      const auto packed = [codes](int block) { return PackedBlock<BITS>{codes + block * kBlockBytes}; };
+      add_group<BITS, GROUP, PLANES>(packed, scale, bias, x, acc);
+      continue;
+    }
+    __m256i words[GROUP / 2];
+    unpack_group<BITS, GROUP>(codes, words);
+    const auto unpacked = [&words](int block) { return UnpackedBlock{words + 16 * block}; };
+    for (int64_t t = 0; t < n_tokens; ++t) {
+      add_group<BITS, GROUP, PLANES>(unpacked, scale, bias, x + t * kRecord, acc + 16 * t);
     }
   }
 }

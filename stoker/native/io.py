@@ -67,10 +67,16 @@ class Arena:
         """uint8 [nbytes] that shares bytes [offset, offset + nbytes) and keeps the memory alive, also after `close`."""
         return self._native.tensor(offset, nbytes)
 
-    def populate(self) -> None:
-        """Fault every page in now. Raises BudgetError when the system cannot."""
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Fault the pages of [offset, offset + nbytes) in now, or of all; beside reads as well as before them.
+
+        Raises BudgetError when the system cannot, StokerError outside the arena.
+        """
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise StokerError("outside the arena", expected=f"0 to {self.nbytes}", got=(offset, offset + nbytes))
         try:
-            self._native.populate()
+            self._native.populate(offset, nbytes)
         except OSError as error:
             raise _no_memory("the arena's pages could not be obtained", self.nbytes, error) from error
 

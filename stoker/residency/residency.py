@@ -22,6 +22,7 @@ from stoker.residency.reads import Reads
 from stoker.residency.ring import Ahead, Ring, RingHome, StreamLease
 from stoker.residency.slots import Cutter, Slot
 from stoker.residency.staged import StagedSlots
+from stoker.residency.touch import Toucher
 from stoker.residency.warm import warm
 from stoker.trace.events import Recorder
 
@@ -64,15 +65,20 @@ class Residency:
         self.path = path
         self.tally = Counters()
         self.arena = Arena(self.plan.total_bytes, huge_pages=huge_pages)
+        self._toucher: Toucher | None = None
         self._reads = Reads(store, queue, self.tally, recorder)
         cutter = Cutter(self.arena)
-        kept = [cutter.cut(count, size.record_bytes) for count, size in zip(self.plan.kept, sizes, strict=True)]
         scratch = cutter.cut(self.plan.scratch, self.plan.largest_bytes)
-        ring = cutter.cut(self.plan.ring, self.plan.largest_bytes)
+        ring = cutter.cut(self.plan.ring, self.plan.largest_bytes)  # in the order of their first use, for the toucher
+        kept = [cutter.cut(count, size.record_bytes) for count, size in zip(self.plan.kept, sizes, strict=True)]
         self._slots: list[Slot] = [slot for group in [*kept, scratch, ring] for slot in group]
         self._ring = Ring(ring, self._reads, ring_depth or len(ring))
         self._kept = _kept_slots(path, sizes, kept, self._reads, policy)
         self._homes: Sequence[Any] = self._kept or _passing_homes(path, sizes, scratch, self._reads, self._ring)
+
+    def touch_ahead(self) -> None:
+        """Have a thread make the slots' pages now, beside whatever comes next; once."""
+        self._toucher = self._toucher or Toucher(self.arena)
 
     # The one place that waits.
 
@@ -183,6 +189,8 @@ class Residency:
         """Cancel what has not started, wait for what has, and free the arena. Idempotent; the queue stays open."""
         if self._reads.closed:
             return
+        if self._toucher is not None:
+            self._toucher.stop()
         self._reads.close(self._slots)
         self._homes = _Closed(self._reads)
         self.arena.close()

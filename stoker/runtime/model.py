@@ -10,7 +10,6 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path as FilePath
 from types import TracebackType
@@ -96,8 +95,10 @@ class Runtime:
             policy=options.policy,
             recorder=recorder,
         )
+        if options.populate:
+            self.residency.touch_ahead()
         self._attach_experts()
-        self.weights = self._load_weights()
+        self.weights = dense.load_dense(model, store, options.activation_bits)
         self.fusion = fuse(model, self.step) if options.fuse else FusionReport()
         self._attach_routers()
         self.kv = KVPool(plan.kv_shape, options.kv_tokens or options.ctx_size) if plan.kv_shape else None
@@ -106,15 +107,6 @@ class Runtime:
         self.generation_config = _generation_config(store.path)
         self._decode_ns = self._prefill_ns = self._rss_due_ns = 0
         self._decode_tokens = self._prefill_tokens = 0
-
-    def _load_weights(self) -> dense.DenseWeights:
-        """The dense weights. The slots' pages are made meanwhile: a direct read into an untouched page waits for it."""
-        with ThreadPoolExecutor(max_workers=1) as background:
-            touched = background.submit(self.residency.arena.populate) if self.options.populate else None
-            weights = dense.load_dense(self.model, self.store, self.options.activation_bits)
-            if touched is not None:
-                touched.result()
-        return weights
 
     def _attach_experts(self) -> None:
         blocks = moe_blocks(self.model)

@@ -46,7 +46,7 @@ class Options:
     fuse: bool = True
     activation_bits: int = 16  # how finely kernels round their inputs; 8 is up to 1.5 times faster at prefill
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
-    populate: bool = True  # touch all slots at load, beside the reading of the dense weights: a faster first prompt
+    populate: bool = True  # a thread touches the slots from load on: a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
     grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
     prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth

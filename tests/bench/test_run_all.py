@@ -96,7 +96,7 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(engine, "device_rate", lambda _, **__: 2e9)
     monkeypatch.setattr(engine, "block_device", lambda _: "vda")
     monkeypatch.setattr(engine.signal, "signal", lambda *_: None)
-    words = ["engine.py", "STORE", "--repeats", "2", "--only", "stoker 4GiB", "stoker resident", "stoker 3GiB"]
+    words = ["engine.py", "STORE", "--repeats", "2", "--only", "stoker 4GiB", "stoker 8GiB", "stoker 3GiB"]
     words += ["--out", str(tmp_path / "o.json"), "--keep", str(tmp_path / "k.json")]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +106,7 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
     result = json.loads((tmp_path / "o.json").read_text())
     assert len(made) == 6 and not (tmp_path / "k.json").exists()
     assert {name: len(runs) for name, runs in result["runs"].items()} == {
-        "stoker 4GiB": 2, "stoker resident": 2, "stoker 3GiB": 2,
+        "stoker 4GiB": 2, "stoker 8GiB": 2, "stoker 3GiB": 2,
     }  # fmt: skip
     assert sorted(run["decode_tok_s"] for runs in result["runs"].values() for run in runs) == [1, 2, 3, 4, 5, 6]
 
