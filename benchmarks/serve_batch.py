@@ -29,7 +29,6 @@ from stoker.generate.model import Model
 from stoker.generate.request import Request, SamplingOptions
 from stoker.routing.replay import RouteReplay
 from stoker.runtime.model import Options, load
-from stoker.runtime.skeleton import moe_blocks
 
 RESULT = Path(__file__).parent / "results" / "serve_batch.json"
 PROMPT_TOKENS = 4
@@ -45,8 +44,7 @@ class Lanes:
         self._of: dict[int, int] = {}
         self._advance, self._new = runtime.advance, runtime.new_sequence
         runtime.advance, runtime.new_sequence = self.advance, self.new_sequence
-        for index, block in enumerate(moe_blocks(runtime.model)):
-            block.experts.streamed.replay = replay.layer(index)
+        runtime.follow(replay)
 
     def new_sequence(self) -> Any:
         sequence = self._new()

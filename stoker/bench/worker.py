@@ -159,13 +159,9 @@ class StokerEngine:
 def _follow(runtime: Any, routes: str, weights: Any) -> Any:
     """Make every MoE layer follow the recorded routes of a file."""
     from stoker.routing.replay import RouteReplay
-    from stoker.runtime.plan import top_k
-    from stoker.runtime.skeleton import moe_blocks
 
-    replay, blocks = RouteReplay.open(routes, weights=weights), moe_blocks(runtime.model)
-    replay.check_shape(len(blocks), min(pool.experts for pool in runtime.store.pools), top_k(runtime.config))
-    for index, block in enumerate(blocks):
-        block.experts.streamed.replay = replay.layer(index)
+    replay = RouteReplay.open(routes, weights=weights)
+    runtime.follow(replay)
     return replay
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stoker.errors import OptionError, TraceError
+from stoker.routing.rule import LayerInfo, RoutingRule, Rows
 from stoker.trace.reader import Trace, is_trace
 
 Weights = Literal["own", "uniform"]
@@ -26,7 +27,7 @@ WEIGHTS: tuple[Weights, ...] = ("own", "uniform")
 LOOK_AHEAD_RECALL = 0.85
 
 
-class RouteReplay:
+class RouteReplay(RoutingRule):
     """Routes [L, T, K] for the first L' <= L MoE layers of a model, endless: after the last token comes the first.
 
     weights: "own" keeps the gate's weights in their order (strongest on the trace's strongest expert), "uniform"
@@ -34,19 +35,21 @@ class RouteReplay:
     `look_ahead_recall`, drawn from `seed`: the model's own gates know nothing of these routes.
     """
 
+    name: ClassVar[str] = "replay"
+
     def __init__(
         self,
         experts_LTK: np.ndarray,
         *,
         weights: Weights = "own",
-        name: str = "routes",
+        source: str = "routes",
         look_ahead_recall: float = LOOK_AHEAD_RECALL,
         seed: int = 0,
     ) -> None:
         if weights not in WEIGHTS:
             raise OptionError("unknown weights", where="--route-weights", expected=", ".join(WEIGHTS), got=weights)
-        self.experts_LTK = _checked(experts_LTK, name)
-        self.weights, self.name, self.look_ahead_recall = weights, name, look_ahead_recall
+        self.experts_LTK = _checked(experts_LTK, source)
+        self.weights, self.source, self.look_ahead_recall = weights, source, look_ahead_recall
         self.tokens = self.experts_LTK.shape[1]
         self._random = np.random.default_rng(seed)
         self._step = -1
@@ -57,7 +60,7 @@ class RouteReplay:
     @classmethod
     def open(cls, path: str | Path, *, weights: Weights = "own") -> RouteReplay:
         """From an .npz with `experts` [L, T, K] or a stoker trace (all its steps). Raises TraceError."""
-        return cls(load_experts(Path(path)), weights=weights, name=str(path))
+        return cls(load_experts(Path(path)), weights=weights, source=str(path))
 
     def seek(self, token: int) -> None:
         """The next step begins with this token of the trace."""
@@ -67,6 +70,9 @@ class RouteReplay:
         """The next step takes these tokens of the trace, one for each of its own, in the order in which they lie."""
         self._placed = np.asarray(tokens, dtype=np.int64) % self.tokens
 
+    def attach(self, layers: Sequence[LayerInfo]) -> None:
+        self.check_shape(len(layers), min(layer.experts for layer in layers), layers[0].top_k)
+
     def check_shape(self, layers: int, experts: int, top_k: int) -> None:
         """Raises OptionError where a model with these axes cannot follow the routes."""
         have_layers, _, have_k = self.experts_LTK.shape
@@ -74,14 +80,25 @@ class RouteReplay:
         if have_layers < layers or have_k != top_k or largest >= experts:
             raise OptionError(
                 "the routes do not fit the model's shape",
-                where=f"--routes {self.name}",
+                where=f"--routes {self.source}",
                 expected=f"at least {layers} layers, {top_k} experts a token, ids below {experts}",
                 got=f"{have_layers} layers, {have_k} experts a token, ids up to {largest}",
             )
 
-    def layer(self, index: int) -> LayerReplay:
-        """The routes of the model's MoE layer number `index` (counting MoE layers alone)."""
-        return LayerReplay(self, index)
+    def route(
+        self, layer: int, rows: Rows, hidden_TD: Tensor, logits_TE: Tensor | None, index_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The trace's experts, and the weights that they get, from the gate's own `weights_TK`."""
+        index_TK = torch.from_numpy(self.take(layer, rows.step, weights_TK.shape[0]))
+        if self.weights == "uniform":
+            weights_TK = weights_TK.mean(-1, keepdim=True).expand_as(weights_TK)
+        return index_TK, weights_TK
+
+    def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int]:
+        return self.guess(layer, rows.step, tokens, share)
+
+    def about(self) -> dict[str, Any]:
+        return {"routing": self.name, "routes": self.source, "route_weights": self.weights}
 
     def take(self, index: int, step: int, tokens: int) -> np.ndarray:
         """int64 [tokens, K] of one layer; every layer of a step gets the same tokens of the trace."""
@@ -107,23 +124,6 @@ class RouteReplay:
         drawn = others[self._random.integers(len(others), size=truth_TK.shape)]
         known = self._random.random(truth_TK.shape) < self.look_ahead_recall
         return [expert for expert, _ in Counter(np.where(known, truth_TK, drawn).T.ravel().tolist()).most_common()]
-
-
-class LayerReplay:
-    """One layer's share of a RouteReplay: what the experts of that layer ask instead of their gate."""
-
-    def __init__(self, replay: RouteReplay, index: int) -> None:
-        self._replay, self._index = replay, index
-
-    def route(self, step: int, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """experts int64 [T, K] of the trace, and the weights that they get, from the gate's own `weights_TK`."""
-        index_TK = torch.from_numpy(self._replay.take(self._index, step, weights_TK.shape[0]))
-        if self._replay.weights == "uniform":
-            weights_TK = weights_TK.mean(-1, keepdim=True).expand_as(weights_TK)
-        return index_TK, weights_TK
-
-    def look_ahead(self, step: int, tokens: int, share: float = 1.0) -> list[int]:
-        return self._replay.guess(self._index, step, tokens, share)
 
 
 def load_experts(path: Path) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from stoker.errors import CheckpointError
 from stoker.native import kernels
-from stoker.routing.replay import LayerReplay
+from stoker.routing.rule import RoutingRule
 from stoker.runtime.skeleton import EXPERTS_IMPLEMENTATION
 from stoker.runtime.step import StepContext
 from stoker.runtime.uses import LayerUses
@@ -119,12 +119,17 @@ class StreamedExperts:
         self.uses = LayerUses(layer, pool_experts)
         self.next: StreamedExperts | None = None
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
-        self.replay: LayerReplay | None = None  # recorded routes instead of the gate's: benchmarks alone set it
+        self.index = 0  # among the MoE layers
+        self.rule: RoutingRule | None = None  # may change the gate's routes
+        self.logits: Tensor | None = None  # [T, E] of the gate, left here by a hook where the rule wants them
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.step.check_wanted()
-        if self.replay is not None:
-            index_TK, weights_TK = self.replay.route(self.step.index, weights_TK)
+        if self.rule is not None:
+            logits_TE, self.logits = self.logits, None
+            index_TK, weights_TK = self.rule.route(
+                self.index, self.step.rows, hidden_TD, logits_TE, index_TK, weights_TK
+            )
         tokens, choices = index_TK.shape
         width = hidden_TD.shape[1]
         hidden_TD = hidden_TD.contiguous()
@@ -223,8 +228,10 @@ class StreamedExperts:
 
         Most likely first: what most tokens agree on, then by rank; `share` of each token's choices is considered.
         """
-        if self.replay is not None:
-            return self.replay.look_ahead(self.step.index, hidden_TD.shape[0], share)
+        if self.rule is not None:
+            known = self.rule.look_ahead(self.index, self.step.rows, len(hidden_TD), share)
+            if known is not None:
+                return known
         if self.router is None:
             return []
         index_TK = self.router(hidden_TD)[-1]

@@ -17,6 +17,7 @@ from stoker.errors import StokerError
 from stoker.native import attention, kernels
 from stoker.quant.formats import MatrixSpec, WeightFormat
 from stoker.quant.reference import quantize
+from stoker.routing.select import LayerRule, one_by_one, select
 from stoker.runtime.kv import BLOCK_TOKENS, KVPool, KVShape
 from stoker.runtime.linear import QuantLinear
 from stoker.runtime.step import StepContext
@@ -89,21 +90,12 @@ class FusedRouter(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> None:
         super().__init__()
         self.matrix = _plain_matrix(weight, bias)
-        self.top_k, self.renormalise = top_k, renormalise
+        self.rule = LayerRule(top_k, "softmax", renormalise)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
-        weights_TK, experts_TK = attention.topk_softmax(logits_TE, self.top_k, self.renormalise)
+        weights_TK, experts_TK = attention.topk_softmax(logits_TE, self.rule.top_k, self.rule.renormalise)
         return logits_TE, weights_TK, experts_TK
-
-
-def one_by_one(x: Tensor) -> Tensor:
-    """`x` with gaps between its values. torch computes sigmoid and the like of dense values in vectors and of the last
-    few apart, with another last bit: a token's numbers would depend on how many tokens there are. With gaps all are
-    computed apart."""
-    spaced = x.new_empty(*x.shape, 2)
-    spaced[..., 0] = x
-    return spaced[..., 0]
 
 
 class SpacedGate(nn.Module):
@@ -123,22 +115,20 @@ class GroupedRouter(nn.Module):
     def __init__(self, gate: Any) -> None:
         super().__init__()
         self.matrix = _plain_matrix(gate.weight.detach())
-        self.correction = gate.e_score_correction_bias.detach()
-        self.top_k, self.groups, self.top_groups = gate.top_k, gate.num_group, gate.topk_group
-        self.renormalise, self.scaling = gate.norm_topk_prob, gate.routed_scaling_factor
+        self.rule = LayerRule(
+            gate.top_k,
+            "sigmoid",
+            gate.norm_topk_prob,
+            gate.e_score_correction_bias.detach(),
+            gate.num_group,
+            gate.topk_group,
+            gate.routed_scaling_factor,
+        )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
-        scores_TE = one_by_one(logits_TE).sigmoid().contiguous()
-        choice_TGE = (scores_TE + self.correction).view(len(scores_TE), self.groups, -1)
-        best_TG = choice_TGE.topk(2, dim=-1).values.sum(dim=-1).topk(self.top_groups, dim=-1, sorted=False).indices
-        barred_TG = torch.ones(choice_TGE.shape[:2], dtype=torch.bool).scatter_(1, best_TG, False)
-        choice_TE = choice_TGE.masked_fill(barred_TG[..., None], float("-inf")).view_as(scores_TE)
-        experts_TK = choice_TE.topk(self.top_k, dim=-1, sorted=False).indices
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if self.renormalise:  # cumsum adds in one order whatever T is; sum does not
-            weights_TK = weights_TK / (weights_TK.cumsum(-1)[:, -1:] + 1e-20)
-        return logits_TE, weights_TK * self.scaling, experts_TK
+        experts_TK, weights_TK = select(logits_TE, self.rule)
+        return logits_TE, weights_TK, experts_TK
 
 
 class FusedAttention(nn.Module):
@@ -245,12 +235,19 @@ def _replace(
         return
     if kind == "routers":
         x = torch.randn(3, module.weight.shape[1], generator=torch.Generator().manual_seed(0))
-        ours, theirs = fused(x), module(x)
-        if not torch.equal(ours[2], theirs[2]) or _distance(ours[1], theirs[1]) > EXACT_TOLERANCE:
+        ours, theirs = fused(x)[1:], module(x)[1:]
+        (our_weights, ours_by_id), (their_weights, theirs_by_id) = _by_id(*ours), _by_id(*theirs)
+        if not torch.equal(ours_by_id, theirs_by_id) or _distance(our_weights, their_weights) > EXACT_TOLERANCE:
             report.left[name] = "different numbers on random input"
             return
     model.set_submodule(path, fused, strict=True)
     setattr(report, kind, getattr(report, kind) + 1)
+
+
+def _by_id(weights_TK: Tensor, index_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """A route in the order of the experts' ids: some routers leave theirs unsorted."""
+    ordered = index_TK.sort(dim=-1)
+    return weights_TK.gather(1, ordered.indices), ordered.values
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

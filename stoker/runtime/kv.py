@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.errors import OptionError
 from stoker.native.io import Arena, read_file_into
+from stoker.routing.rule import RouteState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,11 +129,17 @@ class KVPool:
 
 @dataclass
 class PagedSequence:
-    """One sequence: the token ids whose K and V are in its blocks, some of which others may hold too."""
+    """One sequence: the token ids whose K and V are in its blocks, some of which others may hold too.
+
+    routing: what a routing rule keeps for it. prompt_tokens: how many of its tokens are or will be prompt; None: what
+    comes by prefill is.
+    """
 
     pool: KVPool
     ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    routing: RouteState | None = None
+    prompt_tokens: int | None = None
 
     @property
     def length(self) -> int:
@@ -157,6 +164,8 @@ class PagedSequence:
 
     def truncate(self, length: int) -> int:
         """Forget every token past `length`; returns the length kept (here always `length`)."""
+        if self.routing is not None and length < self.length:
+            self.routing.truncate(length)
         del self.ids[length:]
         keep = -(-length // BLOCK_TOKENS)
         self.pool.give(self.blocks[keep:])

@@ -25,12 +25,14 @@ from stoker.errors import OptionError, StokerError
 from stoker.native import kernels
 from stoker.native.io import ReadQueue
 from stoker.residency import Residency
+from stoker.routing.rule import RoutingRule, Rows, Span
 from stoker.runtime import budget, dense
 from stoker.runtime.depth import measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
 from stoker.runtime.kv import KVPool, PagedSequence
 from stoker.runtime.plan import Options, Plan, plan_run
+from stoker.runtime.routing import attach_rule, rows_of
 from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
 from stoker.runtime.step import Part, StepContext
@@ -76,6 +78,7 @@ class Runtime:
         self.budget, self.prefill_chunk, self.recorder = ledger, plan.prefill_chunk, recorder
         self.config = model.config.get_text_config()
         self.step = StepContext()
+        self.rule: RoutingRule | None = None
         threads = options.threads or budget.default_threads()
         kernels.set_threads(threads)
         torch.set_num_threads(threads)
@@ -146,11 +149,21 @@ class Runtime:
             if block.router is not None and len(inspect.signature(block.router.forward).parameters) == 1:
                 block.experts.streamed.router = block.router
 
+    def follow(self, rule: RoutingRule) -> None:
+        """Let `rule` change the gates' routes from now on; once, before the first sequence. Raises OptionError where it
+        does not fit the model."""
+        assert self.rule is None, "a model follows one rule"
+        attach_rule(self.model, self.residency, rule)
+        self.rule = rule
+
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def new_sequence(self) -> PagedSequence | CacheSequence:
         """An empty sequence; close it to return its cache."""
-        return PagedSequence(self.kv) if self.kv is not None else CacheSequence(self.config)
+        routing = None if self.rule is None else self.rule.new_state()
+        if self.kv is not None:
+            return PagedSequence(self.kv, routing=routing)
+        return CacheSequence(self.config, routing=routing)
 
     def prefill(
         self, sequence: PagedSequence | CacheSequence, ids: Sequence[int], on_chunk: Callable[[int], None] | None = None
@@ -208,6 +221,7 @@ class Runtime:
         )
         for part in flat:
             part.sequence.append(list(part.ids))
+        self._end()
         asked = [order[row] for row in wanting]
         if asked != sorted(asked):
             logits = logits[torch.tensor(asked).argsort()]
@@ -220,6 +234,7 @@ class Runtime:
             ids, keep = torch.tensor([list(part.ids)]), [len(part.ids) - 1]
             logits = self._forward(ids, None, keep, cache=part.sequence.cache, use_cache=True)
             part.sequence.append(list(part.ids))
+            self._end()
             if part.wants_logits:
                 rows.append(logits)
         return torch.cat(rows)
@@ -227,6 +242,13 @@ class Runtime:
     def _begin(self, parts: Sequence[Part]) -> None:
         self.step.decode_tokens = sum(len(part.ids) for part in parts if part.decode)
         self.step.phase = "decode" if all(part.decode for part in parts) else "prefill"
+        if self.rule is not None:
+            self.step.rows = rows_of(parts, self.step.index + 1)
+
+    def _end(self) -> None:
+        """The step is done and its sequences have grown."""
+        if self.rule is not None:
+            self.rule.after_step(self.step.rows)
 
     def _account(self, parts: Sequence[Part], spent_ns: int) -> None:
         """Time of a mixed step goes to prefill and decode by their tokens."""
@@ -294,30 +316,44 @@ class Runtime:
 
     # ---- whole-sequence logits ---------------------------------------------------------------------------------------
 
-    def logits(self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None) -> Tensor:
+    def logits(
+        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, prompt_tokens: int | None = None
+    ) -> Tensor:
         """Teacher-forced logits: ids int64 [B, T] -> float32 [B, T, V].
 
         attention_mask: 1 for real tokens; padding may stand on either side. Positions count from the left edge, as
-        transformers does when it is given a mask alone. Rows of padding tokens mean nothing.
+        transformers does when it is given a mask alone. Rows of padding tokens mean nothing. prompt_tokens: how many
+        of each row's real tokens are prompt to a routing rule, the others answer; None: all.
         """
         if ids_BT.dim() != 2:
             raise OptionError("logits needs ids of shape [B, T]", got=tuple(ids_BT.shape))
         self._begin([])
         self.step.phase = "prefill"
+        masks = [None] * len(ids_BT) if attention_mask_BT is None else list(attention_mask_BT)
         if self.kv is None:
-            return self._forward(ids_BT, None, None, attention_mask=attention_mask_BT, use_cache=False)
+            return self._batch_logits(ids_BT, masks, prompt_tokens)
         return torch.stack(
-            [
-                self._sequence_logits(row, None if attention_mask_BT is None else attention_mask_BT[i])
-                for i, row in enumerate(ids_BT.tolist())
-            ]
+            [self._sequence_logits(row, mask, prompt_tokens) for row, mask in zip(ids_BT.tolist(), masks, strict=True)]
         )
 
-    def _sequence_logits(self, ids: list[int], mask: Tensor | None) -> Tensor:
+    def _batch_logits(self, ids_BT: Tensor, masks: list[Tensor | None], prompt_tokens: int | None) -> Tensor:
+        """`logits` by transformers' own attention, all rows in one step."""
+        if self.rule is not None:
+            width, spans = ids_BT.shape[1], []
+            for row, mask in enumerate(masks):
+                first, last = _real_span(mask, width)
+                answer_from = last - first if prompt_tokens is None else prompt_tokens
+                spans.append(Span(row * width + first, row * width + last, 0, answer_from, self.rule.new_state()))
+            self.step.rows = Rows(self.step.index + 1, tuple(spans))
+        mask_BT = None if masks[0] is None else torch.stack([mask for mask in masks if mask is not None])
+        return self._forward(ids_BT, None, None, attention_mask=mask_BT, use_cache=False)
+
+    def _sequence_logits(self, ids: list[int], mask: Tensor | None, prompt_tokens: int | None) -> Tensor:
         """One row of `logits`: padding on either side is not computed, its rows are zero."""
         first, last = _real_span(mask, len(ids))
         sequence = self.new_sequence()
         assert isinstance(sequence, PagedSequence)
+        sequence.prompt_tokens = None if prompt_tokens is None else first + prompt_tokens
         self._check_room(sequence, len(ids))
         parts = [torch.zeros(first, self.vocab_size)]
         try:
@@ -326,8 +362,10 @@ class Runtime:
             for start in range(first, last, self.prefill_chunk):
                 part = ids[start : min(start + self.prefill_chunk, last)]
                 sequence.reserve(len(part))
+                self._begin([Part(sequence, part)])
                 parts.append(self._paged_step([sequence], [part], list(range(len(part))), [first]))
                 sequence.append(part)
+                self._end()
         finally:
             sequence.close()
         return torch.cat([*parts, torch.zeros(len(ids) - last, self.vocab_size)])
@@ -385,6 +423,7 @@ class Runtime:
                 "routers": self.fusion.routers,
                 "left": self.fusion.left,
             },
+            **({} if self.rule is None else self.rule.about() | self.rule.counters()),
         }
 
     def close(self) -> None:

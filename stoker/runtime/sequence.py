@@ -7,13 +7,17 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from stoker.routing.rule import RouteState
+
 
 @dataclass
 class CacheSequence:
-    """Token ids and the transformers cache that holds their state."""
+    """Token ids and the transformers cache that holds their state. routing, prompt_tokens: see PagedSequence."""
 
     config: Any
     ids: list[int] = field(default_factory=list)
+    routing: RouteState | None = None
+    prompt_tokens: int | None = None
     cache: DynamicCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -31,6 +35,8 @@ class CacheSequence:
         if length >= self.length:
             return self.length
         if length and all(getattr(layer, "is_croppable", False) for layer in self.cache.layers):
+            if self.routing is not None:
+                self.routing.truncate(length)
             self.cache.crop(length - self.length)
             del self.ids[length:]
         else:
@@ -38,6 +44,8 @@ class CacheSequence:
         return self.length
 
     def close(self) -> None:
+        if self.routing is not None:
+            self.routing.truncate(0)
         self.ids.clear()
         self.cache = DynamicCache(config=self.config)
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from stoker.errors import StokerError
+from stoker.routing.rule import Rows
 
 Phase = Literal["prefill", "decode"]
+NO_ROWS = Rows(0)
 
 
 class GivenUp(StokerError):
@@ -52,6 +54,7 @@ class StepContext:
     seq_of_token: Tensor = field(default_factory=_empty)
     pos_of_token: Tensor = field(default_factory=_empty)
     start_of_seq: Tensor = field(default_factory=_empty)
+    rows: Rows = NO_ROWS  # filled where a rule changes routes
     rotary: tuple[Tensor, Tensor] | None = None  # the model's cos and sin of this step, as it hands them to its layers
     cos_TR: Tensor = field(default_factory=_empty)
     sin_TR: Tensor = field(default_factory=_empty)

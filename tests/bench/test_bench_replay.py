@@ -12,10 +12,16 @@ from stoker.errors import OptionError, TraceError
 from stoker.plan.replay import replay
 from stoker.plan.routes import from_array
 from stoker.routing.replay import RouteReplay
+from stoker.routing.rule import Rows
 from stoker.trace.reader import Trace
 from stoker.trace.writer import TraceWriter
 
 OPTIONS = {"memory": "2GiB", "threads": 1, "ctx_size": 512}
+
+
+def follow(routes: RouteReplay, layer: int, step: int, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer is answered in a step, whatever its gate chose."""
+    return routes.route(layer, Rows(step), torch.empty(0), None, torch.empty(0), weights_TK)
 
 
 def recorded(trace: Trace) -> np.ndarray:
@@ -58,21 +64,20 @@ def test_hits_are_those_of_the_simulator(
 def test_weights() -> None:
     routes = np.array([[[3, 1], [0, 2]]])
     own = torch.tensor([[0.7, 0.2], [0.5, 0.4]])
-    index, weights = RouteReplay(routes).layer(0).route(0, own)
+    index, weights = follow(RouteReplay(routes), 0, 0, own)
     assert index.tolist() == [[3, 1], [0, 2]] and index.dtype == torch.int64 and torch.equal(weights, own)
-    _, uniform = RouteReplay(routes, weights="uniform").layer(0).route(0, own)
+    _, uniform = follow(RouteReplay(routes, weights="uniform"), 0, 0, own)
     assert torch.allclose(uniform, torch.tensor([[0.45, 0.45], [0.45, 0.45]]))
 
 
 def test_layers_of_a_step_share_its_tokens_and_seek_moves() -> None:
     routes = RouteReplay(np.arange(24).reshape(2, 6, 2))
-    first, second = routes.layer(0), routes.layer(1)
     one, three = torch.ones(1, 2), torch.ones(3, 2)
-    assert first.route(7, three)[0].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert second.route(7, three)[0].tolist() == [[12, 13], [14, 15], [16, 17]]
-    assert first.route(8, one)[0].tolist() == [[6, 7]] and second.route(8, one)[0].tolist() == [[18, 19]]
+    assert follow(routes, 0, 7, three)[0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert follow(routes, 1, 7, three)[0].tolist() == [[12, 13], [14, 15], [16, 17]]
+    assert follow(routes, 0, 8, one)[0].tolist() == [[6, 7]] and follow(routes, 1, 8, one)[0].tolist() == [[18, 19]]
     routes.seek(5)
-    assert first.route(9, three)[0].tolist() == [[10, 11], [0, 1], [2, 3]]
+    assert follow(routes, 0, 9, three)[0].tolist() == [[10, 11], [0, 1], [2, 3]]
 
 
 def test_sequences_may_follow_stretches_of_their_own() -> None:
@@ -91,11 +96,10 @@ def test_the_look_ahead_has_its_recall() -> None:
     random = np.random.default_rng(0)
     truth = np.stack([random.permutation(128)[:8] for _ in range(400)])[None]
     routes = RouteReplay(truth, look_ahead_recall=0.85)
-    layer = routes.layer(0)
     found = 0
     for step in range(400):
-        index, _ = layer.route(step, torch.ones(1, 8))
-        guess = layer.look_ahead(step, 1)
+        index, _ = follow(routes, 0, step, torch.ones(1, 8))
+        guess = routes.look_ahead(0, Rows(step), 1, 1.0)
         assert len(set(guess)) == len(guess) <= 8
         found += len(set(guess) & set(index[0].tolist()))
     assert found / 3200 == pytest.approx(0.85, abs=0.03)
