@@ -34,6 +34,11 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(update, alpha=-group["lr"])
 
 
+def products_dtype() -> torch.dtype:
+    """bfloat16 where the processor multiplies it; elsewhere it would be emulated, several times slower than float32."""
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
 def matrices(value: Tensor) -> Tensor:
     """The matrices in a parameter, [N, R, C]: gate and up of an expert, which stand above one another, come apart."""
     if value.dim() == 2:
@@ -45,9 +50,9 @@ def matrices(value: Tensor) -> Tensor:
 def orthogonal(updates_NRC: Tensor) -> Tensor:
     """Each matrix with its singular values moved close to 1, times sqrt(R / C) where it is tall."""
     rows, cols = updates_NRC.shape[-2:]
-    x = updates_NRC.bfloat16()
+    x = updates_NRC.to(products_dtype())
     x = x.mT if rows > cols else x
-    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
+    x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(x.dtype)
     first, second, third = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = x @ x.mT

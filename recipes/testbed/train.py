@@ -3,7 +3,8 @@
     python -m recipes.testbed.train e32k4 [--tokens 30e6] [--minutes 100] [--directory models/testbed/e32k4]
 
 The directory holds checkpoint.pt (weights, optimiser, step, random state; replaced atomically), metrics.jsonl and
-plan.json. Everything depends on seed and step alone, so a resumed run has the loss curve of one that was never stopped.
+plan.json. Everything depends on seed and step alone, so a resumed run has the loss curve of one that was never stopped
+(on a processor of the same kind: products are in bfloat16 where it has them, else in float32).
 The learning rate warms up, stays, and falls as a cosine over the last part of `--tokens`; until that part begins,
 `--tokens` may be changed on a resume without changing what was done. Windows are short at first, which costs a quarter
 less a token, and have their full length once the rate falls.
@@ -25,7 +26,7 @@ import torch
 from recipes.testbed.data import TOKENS, Windows, evaluation_windows
 from recipes.testbed.head import cross_entropy
 from recipes.testbed.model import CONTEXT_TOKENS, SHAPES, build, hidden_states, layer_step
-from recipes.testbed.optim import make_optimiser
+from recipes.testbed.optim import make_optimiser, products_dtype
 from recipes.testbed.sources import DOMAINS
 from recipes.testbed.tokenizer import DIRECTORY
 
@@ -104,6 +105,7 @@ class Run:
         rates = (plan.peak_rate, plan.muon_rate, plan.weight_decay)
         self.optimiser = make_optimiser(self.model, plan.optimiser, *rates)
         self.layer_step: Callable = torch.compile(layer_step, dynamic=False) if compiled else layer_step
+        self.half = products_dtype() == torch.bfloat16
         self.step = 0
         self.resume()
 
@@ -189,10 +191,10 @@ class Run:
         return self.long.batch(self.step - self.plan.decay_from, self.plan.step_tokens // CONTEXT_TOKENS)
 
     def losses(self, ids_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.half):
             hidden_BTD, balance, load_LE = hidden_states(self.model, ids_BT[:, :-1], self.layer_step)
         head_VD = self.model.model.embed_tokens.weight
-        loss = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, ids_BT[:, 1:].reshape(-1), torch.bfloat16)
+        loss = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, ids_BT[:, 1:].reshape(-1), products_dtype())
         return loss, balance, load_LE
 
     @torch.no_grad()
@@ -201,11 +203,11 @@ class Run:
         found = {}
         for domain in DOMAINS:
             ids = evaluation_windows(domain, "valid", CONTEXT_TOKENS, EVALUATION_WINDOWS, self.data)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.half):
                 hidden_BTD, _, _ = hidden_states(self.model, ids[:, :-1])
             head_VD = self.model.model.embed_tokens.weight
             targets = ids[:, 1:].reshape(-1)
-            found[domain] = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, targets, torch.bfloat16).item()
+            found[domain] = cross_entropy(hidden_BTD.flatten(0, 1), head_VD, targets, products_dtype()).item()
         return {domain: round(loss, 4) for domain, loss in found.items()}
 
     def log(self, figures: dict[str, Any]) -> None:
