@@ -368,6 +368,9 @@ def hold(store: str, minutes: float, clients: int, memory: str) -> dict[str, Any
             "after kill -9": after_the_kill(server, load.expected),
         }  # fmt: skip
         checks["no traceback in the log"]["ok"] &= server.stop() == 0 and "Traceback" not in server.log
+    except Exception as error:
+        code = server.process.poll()
+        raise SystemExit(f"{error!r}; the server's exit code is {code}, its log:\n{server.log[-3000:]}") from error
     finally:
         if server.process.poll() is None:
             server.kill()
