@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stoker.generate.answers.harmony import HarmonyParser
 from stoker.generate.answers.json_text import JsonObjectText
 from stoker.generate.answers.layout import HERMES, JsonArguments, Layout, TagArguments, Think
-from stoker.generate.answers.learn import Dialect, learn
+from stoker.generate.answers.learn import Dialect, learn, log
 from stoker.generate.answers.parser import Parser
 from stoker.generate.answers.parts import Answer, AnswerParser, ToolArguments, ToolStart
 from tests.generate import templates
@@ -196,6 +196,29 @@ def test_templates_without_tools() -> None:
     assert not thinker.native and thinker.layout == HERMES and thinker.think == Think()
     strict = learn(templates.tokenizer(templates.STRICT))
     assert not strict.native and not strict.system and strict.think is None
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (templates.STRICT, None),
+        (templates.THINKER, None),
+        (templates.HERMES.replace("m.tool_calls or []", "m.tool_calls.nothing.at_all"), "has no attribute"),
+        (templates.HERMES.replace("<tool_call>", "{{ raise_exception('no calls here') }}"), "no calls here"),
+        (templates.HERMES.replace("a if a is string else a | tojson", "a | length"), "neither as JSON nor between"),
+        (templates.HERMES.replace("{{ m.content }}\n</tool_response>", "</tool_response>"), "no results of calls"),
+        (templates.HERMES, None),
+    ],
+)
+def test_a_template_whose_way_cannot_be_learned_is_told(
+    template: str, told: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    dialect = learn(templates.tokenizer(template))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == (told is not None), lines
+    assert told is None or (told in lines[0] and "by instruction" in lines[0] and not dialect.native)
 
 
 HARMONY = [

@@ -6,6 +6,7 @@ grammar lets the model write is what the template writes when the message comes 
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from stoker.generate.answers.layout import HERMES, Fixed, JsonArguments, Layout, TagArguments, Think
+
+log = logging.getLogger("stoker.generate")
 
 _USER = {"role": "user", "content": "probe question"}
 _SAID = "Probed content."
@@ -66,8 +69,12 @@ def learn(tokenizer: Any) -> Dialect:
     probe = _Probe(tokenizer)
     template = str(tokenizer.chat_template)
     layout = probe.layout()
+    failures = probe.failures[:1] if layout is None else []
+    probe.failures.clear()
     native = layout is not None and probe.shows_results()
     harmony = all(mark in template for mark in ("<|channel|>", "<|message|>", "to=functions."))
+    if not (native or harmony):
+        _tell(template, layout, failures or probe.failures)
     described = _PURPOSE in (probe.render([_USER], tools=True) or "")
     nothing = probe.no_content()
     short_ids = probe.render([_USER, probe.caller(nothing, 1, ids=["call_probe_of_a_long_id"])], tools=True) is None
@@ -85,11 +92,27 @@ def learn(tokenizer: Any) -> Dialect:
     )
 
 
+def _tell(template: str, layout: Layout | None, failures: list[str]) -> None:
+    """Say why calls go by instruction, where the template looks as if it had a way of its own."""
+    if "tool_calls" in template:
+        reason = "it shows no results of calls" if layout else "it writes calls neither as JSON nor between tags"
+    elif failures:
+        reason = "it takes no message that calls"
+    else:
+        return  # it knows no tools, as the docs say of such models
+    log.warning(
+        "the chat template's own way to call tools is not used: %s%s; calls go by instruction",
+        *(reason, f" ({failures[0]})" if failures else ""),
+    )
+
+
 class _Probe:
-    """Renders made-up messages by one template; what the template refuses is None."""
+    """Renders made-up messages by one template; what the template refuses is None. failures: its reasons, of messages
+    with calls; that it wants text beside them is none."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.failures: list[str] = []
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: bool = False, begin: bool = False) -> str | None:
         kinds = {"probe_key": "string", "probe_n": "integer", "probe_o": "object"}
@@ -103,7 +126,9 @@ class _Probe:
                 tokenize=False,
                 add_generation_prompt=begin,
             )
-        except Exception:  # a template is a program of the checkpoint: it may fail in any way
+        except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
+            if any("tool_calls" in message and message["content"] is not None for message in messages):
+                self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return None
         return str(text)
 
