@@ -6,6 +6,7 @@ slots.
 """
 
 import threading
+import time
 
 from stoker.errors import BudgetError
 from stoker.native.io import Arena
@@ -27,11 +28,13 @@ class Toucher:
         nbytes = self._arena.nbytes
         while self.touched_bytes < nbytes and not self._stopped.is_set():
             step = min(STEP_BYTES, nbytes - self.touched_bytes)
+            started = time.perf_counter()
             try:
                 self._arena.populate(self.touched_bytes, step)
             except BudgetError:  # the read that needs the page will fail, and say so where somebody waits for it
                 return
             self.touched_bytes += step
+            self._stopped.wait(time.perf_counter() - started)  # half the time for whoever maps memory
 
     def wait(self) -> None:
         """Until all is touched."""
