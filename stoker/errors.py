@@ -69,6 +69,10 @@ class BudgetError(StokerError):
     exit_code = 3
 
 
+class AdapterError(StokerError):
+    """An adapter that is missing, damaged, of a kind that is not supported, or made for another store."""
+
+
 class DiskSpaceError(StokerError):
     """The disk has no room for what was asked."""
 

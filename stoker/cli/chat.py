@@ -37,6 +37,8 @@ def chat(
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
     activation_bits: common.ActivationBits = 16,
+    routing: common.Routing = None,
+    adapter: common.Adapter = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
@@ -50,7 +52,9 @@ def chat(
     """Converse, streaming; /help lists what can be said to the program instead of the model."""
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits)
+    loading = Loading(
+        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing=routing, adapter=adapter
+    )
     with common.load_model(loading) as loaded:
         if not loaded.has_chat_template:
             raise OptionError(

@@ -65,6 +65,21 @@ Trace = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE", help="Record routes, reads and waits.", rich_help_panel=_LOADING),
 ]
+_ROUTING = "Routing (changes the output)"
+Routing = Annotated[
+    str | None,
+    typer.Option(
+        "--routing", metavar="MODE", rich_help_panel=_ROUTING,
+        help="Who chooses experts: gate (the model's own; the default), prerouter (needs --adapter).",
+    ),
+]  # fmt: skip
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", metavar="DIR", rich_help_panel=_ROUTING,
+        help="Prerouter heads, LoRA or both: stoker's format, PEFT's, Edge0's.",
+    ),
+]  # fmt: skip
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to generate (default: the context's room).")
 ]
@@ -95,6 +110,8 @@ class Loading:
     ctx_size: int | None
     trace: Path | None
     activation_bits: int = 16
+    routing: str | None = None
+    adapter: str | None = None
 
 
 def sampling_options(
@@ -131,6 +148,8 @@ def load_model(loading: Loading) -> "Model":
         policy=loading.policy,
         trace=loading.trace,
         activation_bits=loading.activation_bits,
+        routing=loading.routing,
+        adapter=loading.adapter,
     )
 
 
@@ -154,7 +173,11 @@ def effective_mode(model: "Model") -> str:
     share = float(model.ledger()["resident_share"])
     place = "all experts fit in memory" if share >= 1 else f"{share:.0%} of the experts in memory, the rest from disk"
     options = model.runtime.options
-    return f"path {options.path}, policy {options.policy}: {place}; output is exact"
+    from stoker.generate.report import described
+
+    routing = model.runtime.mode.about()
+    output = "output is exact" if routing["lossless"] else f"{described(routing)}: output is not the plain model's"
+    return f"path {options.path}, policy {options.policy}: {place}; {output}"
 
 
 def note(text: str) -> None:

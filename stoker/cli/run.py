@@ -34,6 +34,8 @@ def run(
     ctx_size: common.CtxSize = None,
     trace: common.Trace = None,
     activation_bits: common.ActivationBits = 16,
+    routing: common.Routing = None,
+    adapter: common.Adapter = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     chat: Annotated[
@@ -62,7 +64,9 @@ def run(
     if live:
         check_terminal(sys.stderr)
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits)
+    loading = Loading(
+        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing=routing, adapter=adapter
+    )
     with common.load_model(loading) as loaded:
         if as_json:
             result = _silent(loaded, _prompt(loaded, text, chat, system), options, live)
@@ -114,6 +118,8 @@ def _report(model: "Model", loading: Loading, result: "Result") -> dict[str, Any
         "path": model.runtime.options.path,
         "policy": model.runtime.options.policy,
         "ctx_size": model.runtime.ctx_size,
+        "routing": model.runtime.mode.routing,
+        "adapter": loading.adapter,
     }
     return {
         "model": loading.model, "options": loaded, **plain, "ledger": model.ledger(),

@@ -115,6 +115,8 @@ def serve(
     policy: common.Policy = "auto",
     threads: common.Threads = None,
     activation_bits: common.ActivationBits = 16,
+    routing: common.Routing = None,
+    adapter: common.Adapter = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     temperature: common.Temperature = None,
@@ -144,6 +146,9 @@ def serve(
     if trace is not None and (len(models) > 1 or keep_alive is not None):
         what = "one trace holds one model from its start to its end"
         raise OptionError(what, where="--trace", remedy="serve one model, without --keep-alive")
+    if adapter is not None and len(models) > 1:
+        what = "an adapter belongs to one model"
+        raise OptionError(what, where="--adapter", remedy="serve one model, or leave out --adapter")
     if prefix_cache_size is not None and prefix_cache is None:
         what = "there is no directory to which it could apply"
         raise OptionError(what, where="--prefix-cache-size", remedy="give --prefix-cache DIR too")
@@ -154,7 +159,7 @@ def serve(
     sock = wire.bind(host, port)
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
-    loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens}
+    loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}
     size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
     common.quiet_transformers()
     # Everything that will be imported counts as the process's own when the budget is divided.

@@ -179,16 +179,25 @@ class Batcher:
 
     def _begin(self, ticket: Ticket) -> None:
         ticket.sequence = sequence = self._runtime.new_sequence()
+        sequence.prompt_tokens = len(ticket.job.request.prompt_ids)
         cached = 0
         try:
             if self._prefix is not None and ticket.job.cache:
                 with self._model._lock:
-                    cached = int(self._prefix.match(sequence, ticket.ids))
+                    cached = self._match(sequence, ticket)
         except StokerError as error:
             self._leave(ticket, error)
             return
         self._scheduler.cached(ticket.id, cached)
         ticket.begin(cached)
+
+    def _match(self, sequence: Any, ticket: Ticket) -> int:
+        """Fill a sequence with what is kept of its tokens; where a rule tells prompts from answers, of its prompt."""
+        assert self._prefix is not None
+        rule = getattr(self._runtime, "rule", None)
+        if rule is None:
+            return int(self._prefix.match(sequence, ticket.ids))
+        return int(self._prefix.match(sequence, list(ticket.job.request.prompt_ids), leave=rule.recompute_tokens or 1))
 
     def _plan(self) -> Step:
         """The next step, its KV room taken: where others hold more than the account says, jobs are put back."""

@@ -76,7 +76,9 @@ class Generation:
         """Cut the sequence back to what it shares with the prompt; the prompt's last token is always computed."""
         shared = min(common_prefix(sequence.ids, self._prompt), len(self._prompt) - 1)
         with self._lock:
-            return int(sequence.truncate(shared)) if sequence.length else 0
+            kept = int(sequence.truncate(self._runtime.reusable(sequence, shared))) if sequence.length else 0
+            sequence.prompt_tokens = len(self._prompt)
+            return kept
 
     def _prefill(self, sequence: Any, ids: Sequence[int]) -> NDArray[np.float32] | None:
         """Logits [V] after the prompt, or None when cancelled before they were there."""

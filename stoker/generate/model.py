@@ -66,6 +66,8 @@ def load(
     threads: int | None = None,
     ctx_size: int | None = None,
     policy: str = "auto",
+    routing: str | None = None,
+    adapter: str | Path | None = None,
     trace: str | Path | None = None,
     **more: Any,
 ) -> "Model":
@@ -74,11 +76,14 @@ def load(
     memory: bytes, or text such as "3GiB" or "auto", for the whole process. path: how experts get into memory (auto,
     exact, staged, hot, whole_layer); it never changes the output. threads: None for the physical cores allowed to the
     process. ctx_size: tokens of KV cache; None for 4096, or the model's own length where that is shorter. policy: which
-    experts stay; with path and policy auto, what `stoker tune` found for this budget holds, else lru. trace: a new file
+    experts stay; with path and policy auto, what `stoker tune` found for this budget holds, else lru. routing: who
+    chooses experts (gate, prerouter); adapter: a directory with heads, LoRA or both (docs/adapters.md). Both change the
+    output; without them it is that of the model's gates, and with an adapter that has heads, routing None means
+    prerouter. trace: a new file
     for routes, reads and waits. `more`: further fields of the runtime's Options.
 
-    Raises StoreError for a bad store, BudgetError (with the smallest budget that works) when it does not fit,
-    OptionError for a bad option; all before any weight is read.
+    Raises StoreError for a bad store, AdapterError for a bad adapter, BudgetError (with the smallest budget that works)
+    when it does not fit, OptionError for a bad option; all before any weight is read.
     """
     from dataclasses import fields
 
@@ -107,6 +112,8 @@ def load(
         memory=memory,
         threads=threads,
         ctx_size=context_tokens(Path(model), ctx_size),
+        routing=routing,
+        adapter=None if adapter is None else str(adapter),
         **{**chosen, **more},
     )
     if trace is None:
@@ -114,7 +121,11 @@ def load(
     recorder = TraceWriter(trace, about={"model": str(model), "stoker": __version__, **vars(options)})
     try:
         runtime = load_runtime(model, options, recorder)
-        recorder.describe(experts=max(pool.experts for pool in runtime.store.pools), ledger=runtime.ledger())
+        recorder.describe(
+            experts=max(pool.experts for pool in runtime.store.pools),
+            ledger=runtime.ledger(),
+            routing=runtime.mode.about(),
+        )
         return Model(runtime, recorder)
     except BaseException:
         recorder.close()
@@ -314,6 +325,7 @@ class Model:
                 self._closed = True
                 self._runtime.close()
                 if self._recorder is not None:
+                    self._runtime.note_counters()
                     self._recorder.close()
 
     def __enter__(self) -> "Model":

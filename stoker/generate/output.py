@@ -22,8 +22,8 @@ from stoker.generate.stops import StopStrings
 class Output:
     """The state of one request from its first logits on.
 
-    `runtime` gives tokenizer, vocabulary, context length and end tokens, nothing else. reason: None while the answer
-    goes on. Raises ContextError when the request does not fit the context.
+    `runtime` gives tokenizer, vocabulary, context length, end tokens and the routing's name, nothing
+    else. reason: None while the answer goes on. Raises ContextError when the request does not fit the context.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Output:
         self.cached_tokens = self.computed_tokens = 0  # of the prompt
         self.prefill_ns = self.ttft_ns = 0
         self.step_ns: list[int] = []  # what each token after the first took
+        self._routing = runtime.mode.about()
         self._ends = frozenset(() if request.ignore_eos else runtime.eos_token_ids)
         self._sampler = Sampler(request.sampling, runtime.vocab_size, request.prompt_ids)
         self._constraint = constraint
@@ -115,6 +116,7 @@ class Output:
             seed=self._sampler.seed,
             logprobs=None if self.request.sampling.logprobs is None else list(self._samples),
             stop_string=self._stops.hit,
+            routing=self._routing,
         )
 
     def _text(self, token: int) -> str:

@@ -4,7 +4,7 @@ Pure data and arithmetic: takes clock readings and counter snapshots, reads neit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from stoker.generate.request import FinishReason
@@ -103,7 +103,8 @@ class Result:
 
     token_ids holds every token that was chosen, the end-of-text token included; text is what they say, without special
     tokens and without a stop string. stats has one dict per phase, `prefill` and `decode`. logprobs has one Sample for
-    each token when asked for. stop_string: the one that ended the output.
+    each token when asked for. stop_string: the one that ended the output. routing: what chose the experts, and the
+    adapter.
     """
 
     text: str
@@ -115,6 +116,7 @@ class Result:
     seed: int
     logprobs: list[Sample] | None = None
     stop_string: str | None = None
+    routing: dict[str, Any] = field(default_factory=lambda: {"mode": "exact", "lossless": True})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -138,7 +140,19 @@ class Result:
             ]
         else:
             parts += [f"{usage.completion_tokens} tokens", "hits -", "- MB/token read", "stall -"]
+        if not self.routing["lossless"]:
+            parts.append(described(self.routing))
         return " | ".join([*parts, self.finish_reason])
+
+
+def described(routing: Mapping[str, Any]) -> str:
+    """A mode that changes the output, in a few words: routing prerouter, K 4, adapter NAME."""
+    words = [f"routing {routing['mode']}"]
+    if "top_k" in routing:
+        words.append(f"K {routing['top_k']}")
+    if "adapter" in routing:
+        words.append(f"adapter {routing['adapter']['name']}")
+    return ", ".join(words)
 
 
 def _share(part: float, whole: float) -> float:

@@ -23,6 +23,13 @@ class RouteState:
     def truncate(self, length: int) -> None:
         """Only the first `length` tokens of the sequence remain: forget what the others left here."""
 
+    def adopt(self, length: int) -> None:
+        """The sequence begins with `length` tokens of a prompt that another sequence computed."""
+
+    def shareable(self, length: int) -> int:
+        """How many of the sequence's `length` tokens have keys and values that a prompt with the same text would."""
+        return length
+
 
 @dataclass(frozen=True)
 class Span:
@@ -84,7 +91,7 @@ class RoutingRule:
 
     name: ClassVar[str] = "gate"
     changes_output: ClassVar[bool] = True
-    wants_logits: bool = False  # the gates' logits cost a hook a layer
+    wants_logits: bool = False
     recompute_tokens: int | None = 1
     """How many of a prompt's last tokens must be computed to know the state, where the others come from the prefix
     cache; None: all of them, so nothing is taken up."""
@@ -109,6 +116,16 @@ class RoutingRule:
         distinct. A token's answer must depend on nothing but its own row and its sequence's state.
         """
         return index_TK, weights_TK
+
+    def needs_gate(self, layer: int, rows: Rows) -> bool:
+        """Whether `layer`'s gate must be computed in this step; else `route` gets an empty route of the right length
+        and no logits."""
+        return True
+
+    def coming(self, layer: int) -> list[int]:
+        """The experts that `layer` will need in the next step, likeliest first, as far as they are known now: asked
+        when the layer has its own for this step, and where they did not all find a place, once more after the step."""
+        return []
 
     def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int] | None:
         """The experts of `layer` in this step, likeliest first, asked one layer early, to read ahead: the likelier

@@ -121,12 +121,14 @@ class StreamedExperts:
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
         self.index = 0  # among the MoE layers
         self.rule: RoutingRule | None = None  # may change the gate's routes
+        self.waits = False  # the rule's next step is to be read as soon as it is known and there is room
         self.logits: Tensor | None = None  # [T, E] of the gate, left here by a hook where the rule wants them
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.step.check_wanted()
         if self.rule is not None:
             logits_TE, self.logits = self.logits, None
+            self.waits = True
             index_TK, weights_TK = self.rule.route(
                 self.index, self.step.rows, hidden_TD, logits_TE, index_TK, weights_TK
             )
@@ -161,6 +163,8 @@ class StreamedExperts:
         with self.residency.acquire(self.pool, pairs.experts) as lease:
             if self.step.phase == "decode":
                 self._read_ahead(hidden_TD)
+            if self.rule is not None:
+                self.stage_coming()
             if lease.all_present:
                 self._compute(pairs, range(len(pairs.experts)), lease.addresses, hidden_TD, out_PD)
                 return
@@ -182,6 +186,22 @@ class StreamedExperts:
         elif self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(following.pool):
             likely = following.look_ahead(hidden_TD, share=0.5)
             self.residency.prefetch(following.pool, likely, limit=self.prefetch)
+
+    def stage_coming(self) -> None:
+        """Read what the rule knows of this layer's next step, behind all demand. `self.waits` stays where it knows
+        nothing yet, or not all of it found a place: those of this step may have to go first."""
+        assert self.rule is not None
+        if self.path in ("exact", "whole_layer"):
+            return
+        experts = self.rule.coming(self.index)
+        if not experts:
+            return
+        self.waits = False
+        if self.path == "staged":
+            self.residency.stage(self.pool, experts)
+        elif not self.residency.complete(self.pool):
+            self.residency.prefetch(self.pool, experts)
+            self.waits = bool(self.residency.absent(self.pool, experts))
 
     def _whole_layer(self, pairs: Pairs, index_TK: Tensor, hidden_TD: Tensor, out_PD: Tensor) -> None:
         """More experts than slots. What running answers ask for shapes the decode set; a step of prompts alone only

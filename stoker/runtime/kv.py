@@ -161,6 +161,8 @@ class PagedSequence:
         assert not self.blocks and -(-len(ids) // BLOCK_TOKENS) == len(blocks)
         self.blocks = [self.pool.share(block) for block in blocks]
         self.ids = list(ids)
+        if self.routing is not None:
+            self.routing.adopt(len(ids))
 
     def truncate(self, length: int) -> int:
         """Forget every token past `length`; returns the length kept (here always `length`)."""

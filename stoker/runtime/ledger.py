@@ -44,6 +44,7 @@ class Needs:
     prefix_bytes: int = 0  # kept prefixes of models without paged KV; the others use what is free of the KV
     kv_tokens: int = 0
     states_bytes: int = 0
+    adapter_bytes: int = 0  # heads and LoRA
     grammar_bytes: int = 0  # the tokenizer's vocabulary for grammars, built at the first tools or JSON request
 
     @property
@@ -72,6 +73,7 @@ class Ledger:
     prefix_bytes: int = 0
     kv_tokens: int = 0  # over all sequences; 0: ctx_tokens
     grammar_bytes: int = 0
+    adapter_bytes: int = 0
 
     @property
     def resident_share(self) -> float:
@@ -94,6 +96,7 @@ class Ledger:
             ("KV cache", self.kv_bytes, tokens),
             *([("kept prefixes", self.prefix_bytes, "")] if self.prefix_bytes else []),
             *([("grammars", self.grammar_bytes, "")] if self.grammar_bytes else []),
+            *([("adapter", self.adapter_bytes, "")] if self.adapter_bytes else []),
             ("expert slots", self.slots_bytes, f"{per_pool} a layer, {self.resident_share:.0%} of all experts"),
             ("prefill ring", self.ring_bytes, f"{self.ring_records} records"),
             ("scratch", self.scratch_bytes, ""),
@@ -112,7 +115,7 @@ def floor_bytes(needs: Needs) -> int:
 
 
 def _fixed(needs: Needs) -> int:
-    kept = needs.kv_bytes + needs.prefix_bytes + needs.grammar_bytes
+    kept = needs.kv_bytes + needs.prefix_bytes + needs.grammar_bytes + needs.adapter_bytes
     return needs.process_bytes + needs.dense_bytes + kept + needs.scratch_bytes + RESERVE_BYTES
 
 
@@ -135,6 +138,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
                     (f"KV of {needs.shared_tokens} tokens", needs.kv_bytes),
                     *([("kept prefixes", needs.prefix_bytes)] if needs.prefix_bytes else []),
                     *([("grammars", needs.grammar_bytes)] if needs.grammar_bytes else []),
+                    *([("adapter", needs.adapter_bytes)] if needs.adapter_bytes else []),
                     ("scratch", needs.scratch_bytes),
                     ("reserve", RESERVE_BYTES),
                     ("fewest slots", floor - _fixed(needs)),
@@ -172,6 +176,7 @@ def plan_memory(budget: int, needs: Needs, *, scratch_bytes: int | None = None) 
         expert_bytes=sum(pool.experts * pool.record_bytes for pool in needs.pools),
         prefix_bytes=needs.prefix_bytes,
         grammar_bytes=needs.grammar_bytes,
+        adapter_bytes=needs.adapter_bytes,
     )
 
 

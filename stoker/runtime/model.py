@@ -31,6 +31,7 @@ from stoker.runtime.depth import measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
 from stoker.runtime.kv import KVPool, PagedSequence
+from stoker.runtime.modes import Mode, resolve_mode, rule_of
 from stoker.runtime.plan import Options, Plan, plan_run
 from stoker.runtime.routing import attach_rule, rows_of
 from stoker.runtime.sequence import CacheSequence
@@ -50,8 +51,18 @@ def load(directory: str | FilePath, options: Options | None = None, recorder: An
     limit = budget.resolve(options.memory)
     model = build_skeleton(store.path)
     tokenizer = _tokenizer(store.path)
-    plan = plan_run(store, model, options, limit, kv_shape(model) if options.fuse else None)
-    return Runtime(store, model, tokenizer, options, plan, recorder)
+    mode = resolve_mode(store, options)
+    plan = plan_run(store, model, options, limit, kv_shape(model) if options.fuse else None, mode.nbytes)
+    runtime = Runtime(store, model, tokenizer, options, plan, recorder)
+    try:
+        runtime.mode = mode
+        rule = rule_of(mode, store)
+        if rule is not None:
+            runtime.follow(rule)
+    except BaseException:
+        runtime.close()
+        raise
+    return runtime
 
 
 def _tokenizer(directory: FilePath) -> Any:
@@ -78,6 +89,7 @@ class Runtime:
         self.budget, self.prefill_chunk, self.recorder = ledger, plan.prefill_chunk, recorder
         self.config = model.config.get_text_config()
         self.step = StepContext()
+        self.mode = Mode("gate")
         self.rule: RoutingRule | None = None
         threads = options.threads or budget.default_threads()
         kernels.set_threads(threads)
@@ -116,6 +128,7 @@ class Runtime:
         pool_of_layer = {layer: pool for pool in self.store.pools for layer in pool.layers}
         scratch, previous = Scratch(), None
         self._uses: list[LayerUses] = []
+        self._streamed: list[StreamedExperts] = []
         for block in blocks:
             pool = pool_of_layer.get(block.layer)
             if pool is None:
@@ -138,6 +151,7 @@ class Runtime:
             for parameter in list(block.experts._parameters):
                 block.experts._parameters[parameter] = None
             block.experts.streamed = streamed
+            self._streamed.append(streamed)
             self._uses.append(streamed.uses)
             if previous is not None:
                 previous.next = streamed
@@ -247,8 +261,12 @@ class Runtime:
 
     def _end(self) -> None:
         """The step is done and its sequences have grown."""
-        if self.rule is not None:
-            self.rule.after_step(self.step.rows)
+        if self.rule is None:
+            return
+        self.rule.after_step(self.step.rows)
+        for streamed in self._streamed:
+            if streamed.waits:
+                streamed.stage_coming()
 
     def _account(self, parts: Sequence[Part], spent_ns: int) -> None:
         """Time of a mixed step goes to prefill and decode by their tokens."""
@@ -380,6 +398,14 @@ class Runtime:
         return tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
 
     @property
+    def adapter_fingerprint(self) -> str | None:
+        return None if self.mode.adapter is None else self.mode.adapter.fingerprint
+
+    def reusable(self, sequence: PagedSequence | CacheSequence, tokens: int) -> int:
+        """How many of a sequence's first tokens a prompt that begins with `tokens` of them may keep."""
+        return tokens if self.rule is None else self.rule.reusable(sequence.routing, tokens)
+
+    @property
     def ctx_size(self) -> int:
         return self.options.ctx_size
 
@@ -425,6 +451,11 @@ class Runtime:
             },
             **({} if self.rule is None else self.rule.about() | self.rule.counters()),
         }
+
+    def note_counters(self) -> None:
+        """Tell the trace what the rule counted."""
+        if self.rule is not None and hasattr(self.recorder, "describe"):
+            self.recorder.describe(routing_counters=self.rule.counters())
 
     def close(self) -> None:
         """Give everything back; the object is of no use afterwards."""

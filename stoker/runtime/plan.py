@@ -49,6 +49,8 @@ class Options:
     populate: bool = True  # a thread touches the slots from load on: a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
     grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
+    routing: str | None = None  # who chooses experts: see runtime/modes.py; None: the gate, or an adapter's heads
+    adapter: str | None = None  # a directory: docs/adapters.md
     prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth
 
     def __post_init__(self) -> None:
@@ -82,7 +84,9 @@ class Plan:
     kv_shape: KVShape | None
 
 
-def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int, shape: KVShape | None) -> Plan:
+def plan_run(
+    store: Store, model: PreTrainedModel, options: Options, limit: int, shape: KVShape | None, adapter_bytes: int = 0
+) -> Plan:
     """Divide `limit` bytes. Raises OptionError for a context past the model's, BudgetError for too small a budget."""
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
@@ -109,6 +113,7 @@ def plan_run(store: Store, model: PreTrainedModel, options: Options, limit: int,
         kv_tokens=kv_tokens,
         states_bytes=states_bytes,
         prefix_bytes=_prefix_bytes(options, kv_bytes, limit, paged=shape is not None),
+        adapter_bytes=adapter_bytes,
         grammar_bytes=GRAMMAR_TOKEN_BYTES * config.vocab_size if options.grammars else 0,
     )
     chunk, scratch = smallest, needs.scratch_bytes

@@ -36,9 +36,11 @@ def attach_rule(model: PreTrainedModel, residency: Residency, rule: RoutingRule)
     for index, block in enumerate(blocks):
         streamed = block.experts.streamed
         streamed.index, streamed.rule = index, rule
-        if rule.wants_logits:
-            assert block.router is not None
-            block.router.register_forward_hook(_keeper(streamed))
+        if block.router is not None and block.router_path is not None:
+            ruled = RuledRouter(block.router, streamed, rule)
+            model.set_submodule(block.router_path, ruled, strict=True)
+        elif rule.wants_logits:
+            raise _unknown(block, "the block has no router of its own")
 
 
 def rows_of(parts: Sequence[Part], step: int) -> Rows:
@@ -54,13 +56,23 @@ def rows_of(parts: Sequence[Part], step: int) -> Rows:
     return Rows(step, tuple(spans))
 
 
-def _keeper(streamed: Any) -> Any:
-    """A hook that hands a gate's logits to the experts that are asked next."""
+class RuledRouter(nn.Module):
+    """Stands where a gate stood: leaves its logits for the rule, and asks it only where the rule needs it."""
 
-    def keep(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> None:
-        streamed.logits = output[0]
+    def __init__(self, gate: nn.Module, streamed: Any, rule: RoutingRule) -> None:
+        super().__init__()
+        self.gate, self._streamed, self._rule = gate, streamed, rule
+        self._wants_logits = rule.wants_logits
 
-    return keep
+    def forward(self, hidden: Tensor, *more: Any) -> tuple[Any, ...]:
+        streamed = self._streamed
+        if not self._rule.needs_gate(streamed.index, streamed.step.rows):
+            tokens = hidden.numel() // hidden.shape[-1]
+            return None, torch.empty(tokens, 0), torch.empty(tokens, 0, dtype=torch.int64)
+        found: tuple[Any, ...] = self.gate(hidden, *more)
+        if self._wants_logits:
+            streamed.logits = found[0]
+        return found
 
 
 def _info(index: int, block: MoeBlock, model: PreTrainedModel, residency: Residency) -> LayerInfo:
@@ -86,6 +98,8 @@ def layer_rule(block: MoeBlock, width: int) -> LayerRule:
     router = block.router
     if router is None:
         raise _unknown(block, "the block has no router of its own")
+    if isinstance(router, RuledRouter):
+        router = router.gate
     extra = [getattr(block.parent, name, None) for name in list(inspect.signature(router.forward).parameters)[1:]]
     x_TD = torch.randn(CHECKED_TOKENS, width, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

@@ -34,8 +34,15 @@ class MoeBlock:
     @property
     def router(self) -> nn.Module | None:
         """The module that returns (logits, weights_TK, experts_TK)."""
-        router = getattr(self.parent, "gate", None) or getattr(self.parent, "router", None)
-        return router if isinstance(router, nn.Module) else None
+        return None if self.router_path is None else self.parent.get_submodule(self.router_path.rsplit(".", 1)[-1])
+
+    @property
+    def router_path(self) -> str | None:
+        """Where the router is in the model."""
+        for name in ("gate", "router"):
+            if isinstance(getattr(self.parent, name, None), nn.Module):
+                return f"{self.path.rsplit('.', 1)[0]}.{name}"
+        return None
 
 
 def load_config(directory: Path) -> Any:

@@ -47,6 +47,8 @@ ENGINE: dict[str, tuple[str, float, str]] = {
     "prefetch_wasted_bytes": ("expert_prefetch_wasted_bytes", 1, "Bytes of the wasted prefetches"),
     "prefetch_cancelled": ("expert_prefetches_cancelled", 1, "Prefetches given up before they started"),
     "prefetch_expired": ("expert_prefetches_expired", 1, "Prefetches that had not started at their deadline"),
+    "prerouter_routes": ("prerouter_routes", 1, "Routes (a token in a layer) that a prerouter's heads chose"),
+    "prerouter_fallbacks": ("prerouter_fallbacks", 1, "Routes of answer tokens that had no prediction"),
     "dropped_experts": ("expert_dropped", 1, "Experts left out of a step: 0 always"),
 }
 LEDGER_PARTS = ("process", "dense", "kv", "prefix", "grammar", "scratch", "slots", "ring", "reserve", "free")
@@ -191,7 +193,9 @@ def _batchers(loaded: Mapping[str, Service]) -> Iterator[Metric]:
 def _engines(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     stats = {name: service.model.stats() for name, service in loaded.items()}
     for field, (name, scale, text) in ENGINE.items():
-        yield _counter(name, text, [({"model": model}, counts[field] * scale) for model, counts in stats.items()])
+        yield _counter(
+            name, text, [({"model": model}, counts.get(field, 0) * scale) for model, counts in stats.items()]
+        )
     peaks = [({"model": model}, counts["peak_rss_bytes"]) for model, counts in stats.items()]
     yield _gauge("process_peak_resident_bytes", "Most memory that the process held while the model ran", peaks)
 

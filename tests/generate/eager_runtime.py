@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stoker.errors import OptionError, StokerError
+from stoker.runtime.modes import Mode
 from stoker.runtime.step import StepContext
 
 CONFIG: dict[str, Any] = {
@@ -38,6 +39,7 @@ class EagerSequence:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.routing = self.prompt_tokens = None
         self.cache = DynamicCache()
         self.closed = False
 
@@ -69,7 +71,7 @@ class EagerRuntime:
         self.generation_config: dict[str, Any] = {}
         self.kv, self.kv_tokens, self.prefill_chunk = None, 4 * ctx_size, chunk
         self.fail_on_token: int | None = None
-        self.step = StepContext()
+        self.step, self.mode = StepContext(), Mode("gate")
         self.prefilled_tokens = self.decoded_tokens = self.closed = 0
         self.sequences: list[EagerSequence] = []
         self.fail_decode_at: int | None = None
@@ -121,6 +123,9 @@ class EagerRuntime:
     @torch.inference_mode()
     def logits(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.model(ids, attention_mask=mask).logits
+
+    def reusable(self, sequence: EagerSequence, tokens: int) -> int:
+        return tokens
 
     def ledger(self) -> dict[str, Any]:
         return {"budget_bytes": 1, "resident_share": 1.0}

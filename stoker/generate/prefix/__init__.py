@@ -20,6 +20,9 @@ def why_not(runtime: Any) -> str | None:
     """Why prefixes of this model cannot be kept, or None."""
     from stoker.runtime import snapshot
 
+    rule = getattr(runtime, "rule", None)
+    if rule is not None and rule.recompute_tokens is None:
+        return f"routing {rule.name} depends on every token of a prompt"
     if runtime.kv is not None:
         return None
     kind = snapshot.unsupported(runtime.config)

@@ -78,13 +78,14 @@ class PrefixCache:
 
     # ---- what the engine calls ---------------------------------------------------------------------------------------
 
-    def match(self, sequence: Any, ids: Sequence[int]) -> int:
-        """Fill an empty sequence with the longest kept prefix of `ids`, all but the last at most; tokens filled."""
+    def match(self, sequence: Any, ids: Sequence[int], leave: int = 1) -> int:
+        """Fill an empty sequence with the longest kept prefix of `ids`, all but the last `leave` at most; tokens
+        filled."""
         assert sequence.length == 0
         self._collect()
         self._counts.lookups += 1
         self._counts.lookup_tokens += len(ids)
-        key = key_of(ids[:-1])
+        key = key_of(ids[:-leave])
         path = self._tree.walk(key)
         find = self._match_state if self._places.stateful else self._match_rows
         filled = find(sequence, ids, path, key)
@@ -97,14 +98,15 @@ class PrefixCache:
         """Remember the full blocks of a sequence that goes on: others may begin alike before it ends."""
         if not self._places.stateful:
             self._collect()
-            path = self._hold_rows(sequence, sequence.length // BLOCK_TOKENS * BLOCK_TOKENS)
+            path = self._hold_rows(sequence, _shareable(sequence) // BLOCK_TOKENS * BLOCK_TOKENS)
             self._touch(path)
             self._write(path)
 
     def keep(self, sequence: Any) -> None:
-        """Remember every token of the sequence, which may go on or be closed."""
+        """Remember every token of the sequence, which may go on or be closed; where routes depend on more than the
+        text, every token that has a prompt's."""
         self._collect()
-        path = self._hold_rows(sequence, sequence.length)
+        path = self._hold_rows(sequence, _shareable(sequence))
         if self._places.stateful and path and path[-1].end == sequence.length:
             state = self._tree.child(path[-1], b"")
             if self._hold(sequence, state, path):
@@ -428,6 +430,11 @@ class PrefixCache:
             node.meta = part.meta
             nodes.append(node)
         self._adopt(segment, nodes)
+
+
+def _shareable(sequence: Any) -> int:
+    length = int(sequence.length)
+    return length if sequence.routing is None else int(sequence.routing.shareable(length))
 
 
 def _on_no_disk(node: Node) -> bool:

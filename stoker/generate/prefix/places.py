@@ -161,3 +161,5 @@ class TensorPlaces:
         rows = [(node.slot, node.meta, node.tokens) for node in blocks]
         snapshot.restore(sequence.cache, rows, len(ids), None if state is None else (state.slot, state.meta))
         sequence.append(ids)
+        if sequence.routing is not None:
+            sequence.routing.adopt(len(ids))

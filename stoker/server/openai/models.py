@@ -14,7 +14,8 @@ from stoker.server.settings import Settings
 
 class Model(BaseModel):
     """context_length, max_model_len: tokens of prompt and answer together. routing: `exact` routes as the model's own
-    gates do and changes nothing of the output. resident_share: of the experts that memory has room for, when loaded."""
+    gates do and changes nothing of the output; else the mode, K and the adapter with what was measured of it.
+    resident_share: of the experts that memory has room for, when loaded."""
 
     id: str
     object: str
@@ -71,7 +72,7 @@ def describe(entry: Entry) -> Model:
         loaded=service is not None,
         context_length=context,
         max_model_len=context,
-        routing={"mode": "exact", "lossless": True},
+        routing=service.model.runtime.mode.about() if service is not None else {"mode": "exact", "lossless": True},
         formats=list(about.get("formats", ())),
         model_type=about.get("model_type"),
         fingerprint=about.get("fingerprint"),
