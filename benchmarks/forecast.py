@@ -203,9 +203,8 @@ def forecast(
     setting = setting_of(ledger, divider.chunk(budget), about)
     machine = Machine(profile)
     context = PROMPT + WARM_UP + DECODE // 2
-    seen = routing.distinct(PROMPT + WARM_UP, shape.experts, shape.top_k)
     return (
-        decode(shape, machine, setting, routing, context, seen),
+        decode(shape, machine, setting, routing, context),
         prefill(shape, machine, setting, routing, PROMPT),
         setting.slots,
     )

@@ -37,6 +37,7 @@ def main() -> None:
     step = max(0.0, runs["shallow"].busy_ms - SHALLOW * layer)
     wait = max(0.0, (paused.busy_ms - runs["deep"].busy_ms) / DEEP)
     miss = max(0.0, (starved.busy_ms - nearly.busy_ms) / max(1.0, starved.misses - nearly.misses))
+    load_layer = max(0.0, (runs["deep"].load_s - runs["shallow"].load_s) / between)
     keep = max(0.0, (nearly.busy_ms - runs["deep"].busy_ms - nearly.misses * miss) / DEEP)
     print(
         json.dumps(
@@ -44,6 +45,7 @@ def main() -> None:
                 "step_ms": step, "layer_ms": layer, "plain_layer_ms": plain, "keep_ms": keep, "miss_ms": miss,
                 "wait_ms": wait,
                 "process_bytes": runs["shallow"].process_bytes,
+                "load_s": max(0.0, runs["shallow"].load_s - SHALLOW * load_layer), "load_layer_s": load_layer,
             }
         )
     )  # fmt: skip
@@ -67,18 +69,21 @@ def _store(path: Path, layers: int) -> Path:
 
 
 class _Found:
-    """Medians a token: `busy_ms` without waits for reads, `misses`; `process_bytes`: held when loading began."""
+    """Medians a token: `busy_ms` without waits for reads, `misses`; `process_bytes`: held when loading began, which
+    took `load_s`."""
 
-    def __init__(self, busy_ms: list[float], misses: list[int], process_bytes: int) -> None:
+    def __init__(self, busy_ms: list[float], misses: list[int], process_bytes: int, load_s: float) -> None:
         self.busy_ms, self.misses = statistics.median(busy_ms), statistics.mean(misses)
-        self.process_bytes = process_bytes
+        self.process_bytes, self.load_s = process_bytes, load_s
 
 
 def _run(store: Path, threads: int, fuse: bool, slots: int | None = None, pause_s: float = 0.0) -> _Found:
     from stoker.runtime.model import Options, load
 
     options = Options(memory=2 * GIB, path="hot", threads=threads, ctx_size=256, fuse=fuse)
+    started = time.perf_counter()
     with load(store, options) as runtime:
+        load_s = time.perf_counter() - started
         if slots is not None:
             _starve(runtime, slots)
         else:
@@ -95,7 +100,7 @@ def _run(store: Path, threads: int, fuse: bool, slots: int | None = None, pause_
                 idle_ns = tally.stall_ns - stall_ns + between.spent_ns - spent_ns
                 busy.append((time.perf_counter_ns() - started - idle_ns) / 1e6)
                 misses.append(tally.misses - missed)
-        return _Found(busy, misses, int(runtime.ledger()["process_bytes"]))
+        return _Found(busy, misses, int(runtime.ledger()["process_bytes"]), load_s)
 
 
 class _Between:

@@ -117,13 +117,8 @@ def decode(
     setting: Setting,
     routing: Routing,
     context: int = 512,
-    seen: float | None = None,
 ) -> TokenForecast:
-    """One token after `context` others, the cache in its steady state.
-
-    seen: distinct experts a layer has used so far; as long as they are fewer than the slots, every read goes to memory
-    that is used for the first time. None: all slots have been used.
-    """
+    """One token after `context` others, the cache in its steady state and its slots touched."""
     kernels, costs = machine.profile.kernels, machine.profile.costs
     plain_s = shape.plain_layer_bytes / max(kernels.read_bytes_s.values())
     dense_ms = 1e3 * shape.layers * (shape.dense_layer_bytes / kernels.matvec_bytes_s + plain_s)
@@ -137,8 +132,6 @@ def decode(
     streaming_ms = (dense_ms + attention_ms) / shape.layers
     between_ms = streaming_ms + layers_ms / shape.layers + misses_ms
     times = times_of(shape, machine, setting, between_ms, streaming_ms)
-    if seen is not None and seen < setting.slots < shape.experts:
-        times = first_used(times, 1e3 * shape.record_bytes / machine.profile.first_use.bytes_s)
     depth = setting.depth or machine.profile.depth
     layer = simulate(missed, times, read_ahead(shape, setting, routing, depth))
     return TokenForecast(
@@ -180,11 +173,6 @@ def times_of(
     )
 
 
-def first_used(times: LayerTimes, touch_ms: float) -> LayerTimes:
-    """Reads into memory that the system has to find first: the reading thread waits for it, record by record."""
-    return replace(times, first_ms=times.first_ms + touch_ms, each_ms=max(times.each_ms, touch_ms))
-
-
 def read_ahead(shape: ModelShape, setting: Setting, routing: Routing, depth: int) -> ReadAhead | None:
     """What the engine reads for the next layer while this one waits; None where it does not."""
     strange = routing.strange(setting.slots, shape.experts)
@@ -211,6 +199,33 @@ def prefill(
     shape: ModelShape, machine: Machine, setting: Setting, routing: Routing, tokens: int, warm_share: float = 0.0
 ) -> PromptForecast:
     """A prompt of `tokens`, in chunks. `warm_share`: of the experts, in memory before (0: just loaded)."""
+    first = _prefill(shape, machine, setting, routing, tokens, warm_share, new_share(shape, machine, setting, 0.0))
+    still_new = new_share(shape, machine, setting, first.total_s)
+    return _prefill(shape, machine, setting, routing, tokens, warm_share, still_new)
+
+
+def new_share(shape: ModelShape, machine: Machine, setting: Setting, prompt_s: float) -> float:
+    """The share of the slots that a prompt right after loading finds untouched.
+
+    The thread that touches them works half of the time from the start of loading on (residency/touch.py), ring first,
+    then in the order in which a prompt of `prompt_s` comes to them.
+    """
+    slots_bytes = (setting.slots * shape.moe_layers + setting.ring_records) * shape.record_bytes
+    costs, rate = machine.profile.costs, machine.profile.first_use.bytes_s / 2
+    load_s = costs.load_s + shape.layers * costs.load_layer_s
+    load_s += machine.steady_s(shape.dense_bytes, shape.record_bytes, machine.profile.depth)
+    return 1 - min(1.0, load_s * rate / max(1.0, slots_bytes - rate * prompt_s))
+
+
+def _prefill(
+    shape: ModelShape,
+    machine: Machine,
+    setting: Setting,
+    routing: Routing,
+    tokens: int,
+    warm_share: float,
+    still_new: float,
+) -> PromptForecast:
     total_s = compute_s = read_s = read_bytes = 0.0
     kept = setting.slots if setting.path not in ("exact", "whole_layer") else 0.0
     done, resident, distinct = 0, warm_share * shape.experts, 0.0
@@ -220,7 +235,7 @@ def prefill(
         distinct = routing.distinct(chunk, shape.experts, shape.top_k)
         hits = min(distinct, resident * distinct / shape.experts)
         resident = max(resident, min(kept, distinct))
-        fresh, touched = max(0.0, resident - touched), max(touched, resident)
+        fresh, touched = max(0.0, resident - touched) * still_new, max(touched, resident)
         layer = _chunk_layer(shape, machine, setting, chunk, done, distinct, distinct - hits, fresh)
         total_s += shape.layers * layer.total_s
         compute_s += shape.layers * (layer.dense_s + layer.experts_s)

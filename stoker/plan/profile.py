@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Costs:
 
     step: once a step; layer: each layer with native attention; plain_layer: with transformers' own attention; keep:
     more for a layer whose experts are not all in memory (what leaves, what to read ahead); miss: the processor's share
-    of one demand read; wait: what a layer takes longer after a wait, with threads and caches cold.
+    of one demand read; wait: what a layer takes longer after a wait, with threads and caches cold. load_s and
+    load_layer_s: the start of a model without the bytes of its weights, in seconds, and more of it for each layer.
     """
 
     step_ms: float
@@ -62,6 +63,8 @@ class Costs:
     miss_ms: float
     wait_ms: float
     process_bytes: int
+    load_s: float
+    load_layer_s: float
 
 
 @dataclass(frozen=True)

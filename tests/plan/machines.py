@@ -23,6 +23,7 @@ def machine(
     holds: float = 0.5,
     progress: float = 1.0,
     buffered_bytes_s: float = 0.5e9,
+    load_s: float = 0.0,
 ) -> Profile:
     """A MiB takes record_ms, one after the other; every read has latency_ms before it from idle."""
     sizes = (1 << 18, 1 << 20, 1 << 22)
@@ -67,6 +68,8 @@ def machine(
             miss_ms=miss_ms,
             wait_ms=wait_ms,
             process_bytes=400 << 20,
+            load_s=load_s,
+            load_layer_s=0.0,
         ),
     )
 

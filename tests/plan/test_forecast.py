@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stoker.errors import OptionError
-from stoker.plan.forecast import Machine, Setting, decode, misses_of, prefill, simple
+from stoker.plan.forecast import Machine, Setting, decode, misses_of, new_share, prefill, simple
 from stoker.plan.forecast_layers import LayerTimes, ReadAhead, simulate
 from stoker.plan.forecast_routing import (
     Curve,
@@ -188,28 +188,42 @@ def test_a_prompt_bound_by_arithmetic_takes_what_it_takes() -> None:
     assert found.bound == "arithmetic" and found.total_s == pytest.approx(macs / 100e9, rel=0.05)
 
 
+ALL_NEW = {"dense_bytes": 0}  # nothing to load: the thread that touches slots has had no time
+SLOTS_S = 10 * 16 * (1 << 20) / 1e8  # 16 slots in each of 10 layers, first used at 100 MB/s
+
+
 def test_first_use_of_memory_bounds_reads_and_holds_one_core() -> None:
-    rate = 1e8
-    touch_s = 10 * 16 * (1 << 20) / rate  # 16 slots in each of 10 layers
-    reading = prefill(model(), Machine(machine(macs_s=1e13, touch_bytes_s=rate)), SETTING, Always(0), 512)
+    """The touching thread works half of the time and comes to the last layers before the prompt does."""
+    one = Machine(machine(macs_s=1e13, touch_bytes_s=1e8))
+    left = new_share(model(**ALL_NEW), one, SETTING, 0.0)
+    assert left == 1
+    reading = prefill(model(**ALL_NEW), one, SETTING, Always(0), 512)
     others_s = 10 * (64 - 16) * 1e-3  # reads into the ring wait for the disk alone
-    assert reading.total_s == pytest.approx(touch_s + others_s, rel=0.02), "computing hides below reads and memory"
+    assert reading.total_s == pytest.approx(SLOTS_S + others_s, rel=0.02), "computing hides below reads and memory"
     slow = {"macs_s": 10e9, "record_ms": 0.01}
     before, after = (
-        prefill(model(), Machine(machine(**slow, touch_bytes_s=r)), SETTING, Always(0), 512).total_s
-        for r in (1e15, rate)
+        prefill(model(**ALL_NEW), Machine(machine(**slow, touch_bytes_s=r)), SETTING, Always(0), 512).total_s
+        for r in (1e15, 1e8)
     )
-    assert after - before == pytest.approx(touch_s / 2, rel=0.1), "one of two cores is away"
+    assert after - before == pytest.approx(SLOTS_S / 2, rel=0.1), "one of two cores is away"
     nothing = replace(SETTING, path="exact")
-    kept = [prefill(model(), Machine(machine(**slow, touch_bytes_s=r)), nothing, Always(0), 512) for r in (1e15, rate)]
+    kept = [
+        prefill(model(**ALL_NEW), Machine(machine(**slow, touch_bytes_s=r)), nothing, Always(0), 512)
+        for r in (1e15, 1e8)
+    ]
     assert kept[0] == kept[1], "a path that keeps nothing uses no slots"
 
 
-def test_a_token_that_fills_new_slots_waits_for_their_memory() -> None:
-    one = Machine(machine(record_ms=1.0, touch_bytes_s=(1 << 20) / 5e-3))
-    settled, filling = (decode(model(), one, SETTING, Always(1), seen=seen) for seen in (None, 8))
-    assert filling.stall_ms - settled.stall_ms == pytest.approx(10 * 5.0, rel=0.01)
-    assert decode(model(), one, SETTING, Always(1), seen=16) == settled
+def test_what_was_touched_while_loading_costs_a_prompt_nothing() -> None:
+    shape = model(**ALL_NEW)
+    ring_s = SETTING.ring_records * (1 << 20) / 1e8
+    for load_s in (0.0, 1.0, 2.0):
+        one = Machine(machine(touch_bytes_s=1e8, load_s=load_s))
+        assert new_share(shape, one, SETTING, 0.0) == pytest.approx(1 - load_s / 2 / (SLOTS_S + ring_s))
+    assert new_share(shape, Machine(machine(touch_bytes_s=1e8, load_s=10.0)), SETTING, 0.0) == 0
+    one = Machine(machine(touch_bytes_s=1e8, load_s=0.5))
+    shares = [new_share(shape, one, SETTING, prompt_s) for prompt_s in (0.0, 1.0, 2.0, 9.0)]
+    assert shares == sorted(shares, reverse=True) and shares[-1] == 0, "it goes on beside the prompt, ahead of it"
 
 
 def test_a_second_chunk_finds_what_the_first_left() -> None:
