@@ -21,6 +21,9 @@ from stoker.store.reader import Pool
 from stoker.train.frozen import dequantised
 from stoker.train.records import Records, matrices_of
 
+# route(index of the MoE layer, hidden [T, D], the gate's logits [T, E], experts [T, K], weights [T, K]) -> route
+Route = Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 class Expert(NamedTuple):
     """Float32 weights gate and up [F, D], down [D, F]; biases [F], [F], [D] or None."""
@@ -101,16 +104,19 @@ class StreamBank:
 class LayerExperts:
     """What transformers' experts module of one layer calls: hidden [T, D], route [T, K] -> [T, D].
 
-    route(hidden, experts, weights) -> (experts, weights): replaces the gate's route where it is set.
+    index: of the layer among the MoE layers. gate_logits [.., E] are left here by a hook on the gate.
     """
 
-    def __init__(self, layer: int, bank: Bank, gating: Gating, passes: Passes) -> None:
-        self.layer, self.bank, self.gating, self.passes = layer, bank, gating, passes
-        self.route: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    def __init__(self, index: int, bank: Bank, gating: Gating, passes: Passes) -> None:
+        self.index, self.bank, self.gating, self.passes = index, bank, gating, passes
+        self.gate_logits: Tensor | None = None
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        if self.route is not None:
-            index_TK, weights_TK = self.route(hidden_TD, index_TK, weights_TK)
+        logits, self.gate_logits = self.gate_logits, None
+        if self.passes.route is not None:
+            assert logits is not None, "a layer's gate runs before its experts"
+            logits_TE = logits.reshape(len(hidden_TD), -1)
+            index_TK, weights_TK = self.passes.route(self.index, hidden_TD, logits_TE, index_TK, weights_TK)
         return _Experts.apply(hidden_TD, weights_TK, index_TK, self)
 
     def compute(self, hidden_TD: Tensor, weights_TK: Tensor, index_TK: Tensor) -> Tensor:
@@ -149,8 +155,13 @@ class LayerExperts:
 
 @dataclass
 class Passes:
-    """Whether a layer is being computed a second time, for its backward pass alone (see `model.checkpoint_layers`)."""
+    """What the layers of one model share while it computes.
 
+    route: stands in the place of the gates'. recomputing: a layer is being computed a second time, for its backward
+    pass alone (see `model.checkpoint_layers`).
+    """
+
+    route: Route | None = None
     recomputing: bool = False
 
 

@@ -26,13 +26,11 @@ from stoker.runtime.experts import activation_of
 from stoker.runtime.linear import QuantLinear
 from stoker.runtime.skeleton import MoeBlock, build_skeleton, moe_blocks
 from stoker.store.reader import Store, open_store
-from stoker.train.experts import Bank, Gating, LayerExperts, MemoryBank, Passes, StreamBank
+from stoker.train.experts import Bank, Gating, LayerExperts, MemoryBank, Passes, Route, StreamBank
 from stoker.train.frozen import FrozenLinear
 from stoker.train.plan import LOSS_ROWS, Hold, TrainPlan, plan_training
 from stoker.train.records import Records
 
-# route(index of the MoE layer, hidden [T, D], the gate's logits [T, E], experts [T, K], weights [T, K]) -> route
-Route = Callable[[int, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 LossOf = Callable[[Tensor, slice], Tensor]
 
 
@@ -81,8 +79,6 @@ class TrainingModel:
         self.layers = self._attach_experts()
         load_dense(model, store)
         _freeze(model, keep=not plan.stream)
-        self._route: Route | None = None
-        self._gate_logits: list[Tensor | None] = [None] * len(self.blocks)
         self._attach_gates()
         if plan.checkpoint:
             checkpoint_layers(model, self.blocks, self.passes)
@@ -91,7 +87,7 @@ class TrainingModel:
         pool_of_layer = {layer: pool for pool in self.store.pools for layer in pool.layers}
         banks: dict[int, Bank] = {}
         layers = []
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             pool = pool_of_layer.get(block.layer)
             if pool is None:
                 raise StokerError("the store has no experts for this layer", where=f"{self.store.path}: {block.path}")
@@ -100,40 +96,24 @@ class TrainingModel:
             gating = Gating(*activation_of(block.experts, block.path))
             for parameter in list(block.experts._parameters):
                 block.experts._parameters[parameter] = None
-            layers.append(LayerExperts(block.layer, banks[pool.id], gating, self.passes))
+            layers.append(LayerExperts(index, banks[pool.id], gating, self.passes))
             block.experts.streamed = layers[-1]
         return layers
 
     def _attach_gates(self) -> None:
-        for index, block in enumerate(self.blocks):
+        for layer, block in zip(self.layers, self.blocks, strict=True):
             if block.router is not None:
-                block.router.register_forward_hook(self._keeper(index))
-
-    def _keeper(self, index: int) -> Any:
-        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._gate_logits[index] = output[0] if isinstance(output, tuple) else output
-
-        return keep
+                block.router.register_forward_hook(_keeper(layer))
 
     @contextmanager
     def follow(self, route: Route | None) -> Iterator[None]:
-        """Within, `route` may replace every layer's route. It is asked again when a layer is computed again
-        (`passes.recomputing`), and must answer the same."""
-        for index, layer in enumerate(self.layers):
-            layer.route = None if route is None else self._asker(index, route)
+        """Within, `route` may replace every layer's route. It is asked again when a layer of such a pass is computed
+        again (`passes.recomputing`), also after this ends, and must answer the same."""
+        before, self.passes.route = self.passes.route, route
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.route = None
-
-    def _asker(self, index: int, route: Route) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def ask(hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-            logits, self._gate_logits[index] = self._gate_logits[index], None
-            assert logits is not None, "the layer's gate ran before its experts"
-            return route(index, hidden_TD, logits.reshape(len(hidden_TD), -1), index_TK, weights_TK)
-
-        return ask
+            self.passes.route = before
 
     def use_top_k(self, chosen: int | None) -> None:
         """Let every gate choose so many experts; None: as many as the configuration says."""
@@ -199,6 +179,15 @@ class _HeadLoss(torch.autograd.Function):
         return ctx.grad_ND * grads[0], None, None, None
 
 
+def _keeper(layer: LayerExperts) -> Any:
+    """A hook that hands a gate's logits to the experts that are asked next."""
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        layer.gate_logits = output[0] if isinstance(output, tuple) else output
+
+    return keep
+
+
 def _freeze(model: PreTrainedModel, keep: bool) -> None:
     """Linears that pass a gradient on, in the place of the serving ones; a tied head shares its matrix's copy."""
     made: dict[int, FrozenLinear] = {}
@@ -222,13 +211,14 @@ def _checkpointed(inner: Callable[..., Any], passes: Passes) -> Callable[..., An
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(hidden, *args, **kwargs)
+        route = passes.route
         return checkpoint(
             inner,
             hidden,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _again(passes)),
+            context_fn=lambda: (nullcontext(), _again(passes, route)),
             **kwargs,
         )
 
@@ -236,9 +226,10 @@ def _checkpointed(inner: Callable[..., Any], passes: Passes) -> Callable[..., An
 
 
 @contextmanager
-def _again(passes: Passes) -> Iterator[None]:
-    passes.recomputing = True
+def _again(passes: Passes, route: Route | None) -> Iterator[None]:
+    """The second computation of a layer follows the route function of the first."""
+    before, passes.route, passes.recomputing = passes.route, route, True
     try:
         yield
     finally:
-        passes.recomputing = False
+        passes.route, passes.recomputing = before, False

@@ -1,0 +1,227 @@
+"""`stoker train heads|sft|distill|all`: adapters for a store, trained on this machine inside a budget."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stoker.errors import OptionError
+
+_TEXT = "Text"
+_HEADS = "Heads"
+_LORA = "LoRA"
+_TEACHER = "Teacher"
+_LOADING = "Loading"
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="The packed base.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The adapter's directory; the same command goes on in it.")]
+Text = Annotated[
+    list[Path],
+    typer.Option("--text", metavar="FILE", help=".txt, .jsonl or .npy; may be repeated.", rich_help_panel=_TEXT),
+]
+SequenceTokens = Annotated[int, typer.Option(min=2, help="Tokens of one sequence.", rich_help_panel=_TEXT)]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a step, over all processes.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 150, sft 150, distill 40).")]
+Rate = Annotated[float | None, typer.Option(help="Learning rate (default: heads 1e-3, sft 5e-4, distill 2e-4).")]
+Seed = Annotated[int, typer.Option(min=0, help="Order of the text, first weights, draws.")]
+K = Annotated[int | None, typer.Option("--k", min=1, help="Experts a token (default: the model's own).")]
+Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from the heads and LoRA of this adapter.")]
+Memory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Budget of the whole process: 8GiB, auto.", rich_help_panel=_LOADING)
+]
+HoldOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|memory|stream", rich_help_panel=_LOADING,
+        help="The base dequantised in memory, or its experts read from the store in every pass.",
+    ),
+]  # fmt: skip
+Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Threads.", rich_help_panel=_LOADING)]
+Owners = Annotated[
+    str, typer.Option(help='Layers with a head: all, "2-", "0-4" or "0,2" (MoE layers).', rich_help_panel=_HEADS)
+]
+Hidden = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=_HEADS)]
+LossOption = Annotated[
+    str,
+    typer.Option(
+        "--loss", metavar="kl|set", help="To imitate the gate's distribution, or its set.", rich_help_panel=_HEADS
+    ),
+]
+TrainHeads = Annotated[bool, typer.Option("--train-heads", help="Heads go on learning too.", rich_help_panel=_HEADS)]
+Imitation = Annotated[
+    float, typer.Option(min=0, help="Weight of their imitation of the gates then.", rich_help_panel=_HEADS)
+]
+Rank = Annotated[int, typer.Option(min=1, help="Rank.", rich_help_panel=_LORA)]
+Alpha = Annotated[int, typer.Option(min=1, help="The update's scale is alpha / rank.", rich_help_panel=_LORA)]
+TeacherStore = Annotated[
+    Path | None,
+    typer.Option("--teacher", metavar="DIR", help="A store of the same model in 16 bits.", rich_help_panel=_TEACHER),
+]
+TeacherUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="An OpenAI-compatible endpoint that writes the text.", rich_help_panel=_TEACHER),
+]
+TeacherModel = Annotated[str, typer.Option(metavar="NAME", help="Its model.", rich_help_panel=_TEACHER)]
+PromptTokens = Annotated[int, typer.Option(min=1, help="Tokens of text to go on from.", rich_help_panel=_TEACHER)]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Tokens of a student's answer.", rich_help_panel=_TEACHER)]
+Temperature = Annotated[float, typer.Option(min=0, help="Of answers.", rich_help_panel=_TEACHER)]
+Likeliest = Annotated[
+    int,
+    typer.Option(min=1, help="The teacher's tokens that are compared; a tail for the rest.", rich_help_panel=_TEACHER),
+]
+
+group = typer.Typer(no_args_is_help=True, help="Train heads and LoRA beside a store, inside a budget.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    app.add_typer(group, name="train")
+
+
+@group.command("heads")
+def heads(
+    store: Store,
+    out: Out,
+    text: Text,
+    k: K = None,
+    owners: Owners = "all",
+    hidden: Hidden = 512,
+    loss: LossOption = "kl",
+    steps: Steps = None,
+    sequences: Sequences = 8,
+    sequence_tokens: SequenceTokens = 256,
+    lr: Rate = None,
+    seed: Seed = 0,
+    adapter: Adapter = None,
+    memory: Memory = "auto",
+    hold: HoldOption = "auto",
+    threads: Threads = None,
+) -> None:
+    """Heads that tell the next layer's experts one token ahead: they imitate its gate, on exact passes."""
+    _run(
+        ["heads"], store, out, text, {"sequences": sequences, "loss": loss, "seed": seed},
+        k=k, owners=owners, hidden=hidden, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter,
+        memory=memory, hold=hold, threads=threads,
+    )  # fmt: skip
+
+
+@group.command("sft")
+def sft(
+    store: Store,
+    out: Out,
+    text: Text,
+    adapter: Adapter = None,
+    k: K = None,
+    rank: Rank = 16,
+    alpha: Alpha = 32,
+    train_heads: TrainHeads = False,
+    imitation: Imitation = 0.1,
+    loss: LossOption = "kl",
+    steps: Steps = None,
+    sequences: Sequences = 8,
+    sequence_tokens: SequenceTokens = 256,
+    lr: Rate = None,
+    seed: Seed = 0,
+    teacher: TeacherStore = None,
+    teacher_url: TeacherUrl = None,
+    teacher_model: TeacherModel = "default",
+    prompt_tokens: PromptTokens = 32,
+    temperature: Temperature = 1.0,
+    memory: Memory = "auto",
+    hold: HoldOption = "auto",
+    threads: Threads = None,
+) -> None:
+    """LoRA on text, along the adapter's routes. The text as given, or what a teacher writes on from its beginnings."""
+    options = {
+        "sequences": sequences, "loss": loss, "train_heads": train_heads, "imitation": imitation, "seed": seed,
+        "prompt_tokens": prompt_tokens, "temperature": temperature,
+    }  # fmt: skip
+    _run(
+        ["sft"], store, out, text, options,
+        k=k, rank=rank, alpha=alpha, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter,
+        memory=memory, hold=hold, threads=threads, teacher=teacher, teacher_url=teacher_url,
+        teacher_model=teacher_model,
+    )  # fmt: skip
+
+
+@group.command("distill")
+def distill(
+    store: Store,
+    out: Out,
+    text: Text,
+    adapter: Adapter = None,
+    teacher: TeacherStore = None,
+    k: K = None,
+    rank: Rank = 16,
+    alpha: Alpha = 32,
+    train_heads: TrainHeads = False,
+    imitation: Imitation = 0.1,
+    loss: LossOption = "kl",
+    steps: Steps = None,
+    sequences: Sequences = 8,
+    sequence_tokens: SequenceTokens = 256,
+    lr: Rate = None,
+    seed: Seed = 0,
+    prompt_tokens: PromptTokens = 32,
+    answer_tokens: AnswerTokens = 128,
+    temperature: Temperature = 1.0,
+    likeliest: Likeliest = 64,
+    memory: Memory = "auto",
+    hold: HoldOption = "auto",
+    threads: Threads = None,
+) -> None:
+    """The student answers, the teacher scores. Without --teacher the base itself does, by its own gates."""
+    options = {
+        "sequences": sequences, "loss": loss, "train_heads": train_heads, "imitation": imitation, "seed": seed,
+        "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "temperature": temperature,
+        "likeliest": likeliest,
+    }  # fmt: skip
+    _run(
+        ["distill"], store, out, text, options,
+        k=k, rank=rank, alpha=alpha, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter,
+        memory=memory, hold=hold, threads=threads, teacher=teacher,
+    )  # fmt: skip
+
+
+@group.command("all")
+def everything(
+    store: Store,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help=".txt, .jsonl or .npy.")],
+    out: Out,
+    k: K = None,
+    owners: Owners = "all",
+    steps: Steps = None,
+    sequences: Sequences = 8,
+    sequence_tokens: SequenceTokens = 256,
+    seed: Seed = 0,
+    teacher: TeacherStore = None,
+    memory: Memory = "auto",
+    threads: Threads = None,
+) -> None:
+    """Heads, then LoRA on text, then distillation, then what it costs on held-out text: one command."""
+    _run(
+        ["heads", "sft", "distill"], store, out, [text], {"sequences": sequences, "seed": seed},
+        k=k, owners=owners, steps=steps, sequence_tokens=sequence_tokens, teacher=teacher, memory=memory,
+        threads=threads,
+    )  # fmt: skip
+
+
+def _run(stages: list[str], store: Path, out: Path, text: list[Path], options: dict[str, Any], **given: Any) -> None:
+    from stoker.cli.common import note, quiet_transformers
+
+    quiet_transformers()
+    if given.get("adapter") is not None and given["adapter"].resolve() == out.resolve():
+        raise OptionError("an adapter cannot be its own beginning", where="OUT", remedy="name another directory")
+    from stoker.train.job import Job, run
+    from stoker.train.lora import LoraSettings
+    from stoker.train.stages import StageOptions
+
+    lora = LoraSettings(given.pop("rank", 16), given.pop("alpha", 32))
+    job = Job(store, out, tuple(text), lora=lora, options=StageOptions(**options), **given)
+    cost = run(job, stages, note)
+    for name, value in cost.items():
+        note(f"{name}: {value}")
+    print(f"wrote {out}")
+    print(f"next: stoker serve {store} --routing prerouter --adapter {out}")
+    sys.stdout.flush()

@@ -1,0 +1,151 @@
+"""A base with what is trained beside it: heads, LoRA, K. What the stages share, and the student's loss on a batch.
+
+Owns no loop and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stoker.errors import OptionError
+from stoker.routing.select import LayerRule
+from stoker.runtime.plan import top_k as configured_top_k
+from stoker.train import lora
+from stoker.train.data import Batch, Windows
+from stoker.train.heads import HIDDEN, Heads
+from stoker.train.lora import LoraLinear, LoraSettings
+from stoker.train.model import TrainingModel
+from stoker.train.student import StudentRoutes, gates_of, rules_of
+
+
+@dataclass
+class Student:
+    """heads None: routes are the gate's; lora empty: the base's linears alone. `top_k` experts a token everywhere."""
+
+    model: TrainingModel
+    rules: list[LayerRule]
+    top_k: int
+    heads: Heads | None = None
+    lora: dict[str, LoraLinear] = field(default_factory=dict)
+    lora_settings: LoraSettings | None = None
+
+    @staticmethod
+    def of(model: TrainingModel, top_k: int | None = None) -> Student:
+        """The base as it is, with K of its own or another. Raises OptionError for a K that cannot be."""
+        own, experts = configured_top_k(model.config), min(pool.experts for pool in model.store.pools)
+        if top_k is not None and not 1 <= top_k <= experts:
+            raise OptionError("a token cannot use so many experts", where="--k", expected=f"1 to {experts}", got=top_k)
+        rules = rules_of(model)
+        model.use_top_k(top_k)
+        return Student(model, rules, top_k or own)
+
+    def add_heads(self, owners: str = "all", hidden: int = HIDDEN, seed: int = 0) -> None:
+        """Heads with the warm start. owners: see `owners_of`."""
+        self.heads = Heads(owners_of(owners, len(self.model.blocks)), gates_of(self.model), hidden, seed)
+
+    def add_lora(self, settings: LoraSettings, seed: int = 0) -> None:
+        self.lora, self.lora_settings = lora.attach(self.model.model, settings, seed), settings
+
+    def head_parameters(self) -> dict[str, nn.Parameter]:
+        """By the names of the published adapters: layers.N.fc1.weight, with N the owner's decoder layer."""
+        if self.heads is None:
+            return {}
+        layers = [block.layer for block in self.model.blocks]
+        return {
+            f"layers.{layers[owner]}.{name}.weight": parameter
+            for owner in self.heads.owners
+            for name, parameter in self.heads[owner].named_parameters()
+        }
+
+    @contextmanager
+    def untrained(self) -> Iterator[None]:
+        """Within, the base computes alone, with its own K: no LoRA; routes are the gate's outside of `routing`."""
+        for update in self.lora.values():
+            update.active = False
+        self.model.use_top_k(None)
+        try:
+            yield
+        finally:
+            for update in self.lora.values():
+                update.active = True
+            self.model.use_top_k(self.top_k)
+
+    def lora_parameters(self) -> dict[str, nn.Parameter]:
+        return lora.named_parameters(self.lora)
+
+    def train_only(self, *, heads: bool, lora: bool) -> dict[str, nn.Parameter]:
+        """Let these take gradients, and no others."""
+        chosen = (self.head_parameters() if heads else {}) | (self.lora_parameters() if lora else {})
+        for parameter in (*self.head_parameters().values(), *self.lora_parameters().values()):
+            parameter.requires_grad_(False)
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        return chosen
+
+    @contextmanager
+    def routing(self, batch: Batch) -> Iterator[StudentRoutes | None]:
+        """Within, forward passes over this batch take the student's routes."""
+        if self.heads is None:
+            yield None
+            return
+        routes = StudentRoutes(self.heads, self.rules, self.top_k, batch, self.model.passes)
+        with self.model.follow(routes):
+            yield routes
+
+    def loss(self, batch: Batch, row_loss: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor, StudentRoutes | None]:
+        """The sum of `row_loss(logits [n, V], rows) -> [n]` over the rows that predict an answer's token, flat in order
+        of sequence and position; and the routes of the pass."""
+        with self.routing(batch) as routes:
+            hidden_BTD = self.model.hidden_states(batch.ids_BT)
+        hidden_ND = hidden_BTD[:, :-1][batch.answers_BT[:, 1:]]
+        return self.model.head_loss(hidden_ND, lambda logits, rows: row_loss(logits, rows).sum()), routes
+
+    @torch.no_grad()
+    def token_losses(self, windows: Windows, sequences: int = 8) -> np.ndarray:
+        """Negative log-likelihood in nats of every token after the first of each window: float32 [W, T - 1]."""
+        rows = []
+        for first in range(0, len(windows), sequences):
+            batch = windows.rows(np.arange(first, min(first + sequences, len(windows))))
+            wanted_N, kept = targets(batch), []
+
+            def keep(logits: Tensor, rows: slice, wanted_N: Tensor = wanted_N, kept: list[Tensor] = kept) -> Tensor:
+                kept.append(F.cross_entropy(logits, wanted_N[rows], reduction="none"))
+                return kept[-1]
+
+            self.loss(batch, keep)
+            rows.append(torch.cat(kept).view(len(batch.ids_BT), -1))
+        return torch.cat(rows).numpy()
+
+
+def targets(batch: Batch) -> Tensor:
+    """The tokens that are learned, in the order of `Student.loss`'s rows."""
+    return batch.ids_BT[:, 1:][batch.answers_BT[:, 1:]]
+
+
+def owners_of(text: str, layers: int) -> list[int]:
+    """MoE layers that own a head, as numbers among the MoE layers: "all", "FIRST-", "FIRST-LAST" or a list "0,2,3".
+
+    The last MoE layer owns none: there is no layer after it. Raises OptionError.
+    """
+    last = layers - 2
+    try:
+        if text == "all":
+            found = list(range(last + 1))
+        elif "-" in text:
+            low, high = text.split("-")
+            found = list(range(int(low), (int(high) if high else last) + 1))
+        else:
+            found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 0 or found[-1] > last:
+        expected = f'"all", "FIRST-", "FIRST-LAST" or a list, of 0 to {last}'
+        raise OptionError("no such owners of heads", where="--owners", expected=expected, got=text)
+    return found
