@@ -59,6 +59,12 @@ class Row:
     bits: int = 4
 
     @property
+    def layers(self) -> list[int] | None:
+        """Owners "2-4" as layers."""
+        first, _, last = self.owners.partition("-")
+        return None if self.owners == "all" else list(range(int(first), int(last) + 1))
+
+    @property
     def key(self) -> str:
         return f"{self.name} | k {self.k} | owners {self.owners} | seed {self.seed}"
 
@@ -66,7 +72,7 @@ class Row:
 THREE = ("heads", "sft", "distill")
 
 
-def rows(chosen: int) -> Iterator[Row]:
+def rows(chosen: int, layers: int) -> Iterator[Row]:
     """Those that the bars speak of first."""
     yield Row("full precision", heads=False, bits=16)
     yield Row("int4 exact", heads=False)
@@ -85,8 +91,8 @@ def rows(chosen: int) -> Iterator[Row]:
     yield Row("LoRA without prerouter", ("sft", "distill"), heads=False)
     yield Row("heads, then all jointly", ("heads", "sft-joint", "distill-joint"))
     yield Row("heads by set loss", ("heads-set",))
-    yield Row("first layers keep their gate: heads", ("heads",), owners="2-")
-    yield Row("first layers keep their gate: all three", THREE, owners="2-")
+    yield Row("first layers keep their gate: heads", ("heads",), owners=f"2-{layers - 2}")
+    yield Row("first layers keep their gate: all three", THREE, owners=f"2-{layers - 2}")
     for k in fewer:
         yield Row("untrained heads", k=k)
         for count in (1, 2, 3):
@@ -141,7 +147,7 @@ class Study:
         started = time.monotonic()
         student = Student.of(self.base(row.bits), row.k or None)
         if row.heads:
-            student.add_heads(row.owners, seed=row.seed)
+            student.add_heads(row.layers, seed=row.seed)
         done: tuple[str, ...] = ()
         for stage in row.stages:
             done = (*done, stage)
@@ -200,10 +206,12 @@ def main() -> None:
     parser.add_argument("testbed", choices=("e32k4", "e8k2"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after so many")
     parser.add_argument("--rows", type=int, default=1000, help="only the first ones")
+    parser.add_argument("--seeds", default="0,1,2", help="only rows of these")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     started, study = time.monotonic(), Study(options.testbed, options.threads)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
     key = f"{options.testbed}-{study.identity[:12]}"
     about = {"testbed": options.testbed, "weights_sha256": study.identity, "width": WIDTH, "sequences": SEQUENCES}
     about |= {"steps": STEPS, "rates": RATES, "lora": asdict(LORA), "test_windows": len(study.test)}
@@ -211,16 +219,16 @@ def main() -> None:
     entry = results.setdefault(key, about | {"rows": {}})
     for name, row in entry["rows"].items():
         study.losses[name] = np.array(row["losses"])
-    chosen = json.loads((Path("recipes/testbed") / options.testbed / "config.json").read_text())["num_experts_per_tok"]
-    for row in list(rows(chosen))[: options.rows]:
-        if row.key in entry["rows"]:
+    config = json.loads((Path("recipes/testbed") / options.testbed / "config.json").read_text())
+    for row in list(rows(config["num_experts_per_tok"], config["num_hidden_layers"]))[: options.rows]:
+        if row.key in entry["rows"] or str(row.seed) not in options.seeds.split(","):
             continue
         if time.monotonic() - started > 60 * options.minutes:
             break
         entry["rows"][row.key] = study.measure(row)
-        partial = RESULTS.with_suffix(".partial")
+        partial = options.results.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")
-        partial.rename(RESULTS)
+        partial.rename(options.results)
         found = entry["rows"][row.key]
         print(
             row.key, found["perplexity"], found["to_int4_exact"], found["slot_agreement"], found["seconds"], flush=True

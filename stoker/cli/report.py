@@ -16,7 +16,10 @@ def register(app: typer.Typer) -> None:
 
 def report(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILES...", help="Traces (`--trace`) and results (`stoker bench --out`).")
+        list[Path],
+        typer.Argument(
+            metavar="FILES...", help="Traces (`--trace`), results (`stoker bench --out`), metrics.jsonl of training."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="PAGE.html", help="The page to write.")],
     title: Annotated[str, typer.Option(help="Its heading.")] = "stoker report",

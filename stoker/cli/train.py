@@ -39,7 +39,8 @@ HoldOption = Annotated[
 ]  # fmt: skip
 Threads = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Threads.", rich_help_panel=_LOADING)]
 Owners = Annotated[
-    str, typer.Option(help='Layers with a head: all, "2-", "0-4" or "0,2" (MoE layers).', rich_help_panel=_HEADS)
+    str | None,
+    typer.Option(metavar="LAYERS", help="Layers with a head: 3-10,12 (default: all that can).", rich_help_panel=_HEADS),
 ]
 Hidden = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=_HEADS)]
 LossOption = Annotated[
@@ -85,7 +86,7 @@ def heads(
     out: Out,
     text: Text,
     k: K = None,
-    owners: Owners = "all",
+    owners: Owners = None,
     hidden: Hidden = 512,
     loss: LossOption = "kl",
     steps: Steps = None,
@@ -190,7 +191,7 @@ def everything(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help=".txt, .jsonl or .npy.")],
     out: Out,
     k: K = None,
-    owners: Owners = "all",
+    owners: Owners = None,
     steps: Steps = None,
     sequences: Sequences = 8,
     sequence_tokens: SequenceTokens = 256,
@@ -208,6 +209,7 @@ def everything(
 
 
 def _run(stages: list[str], store: Path, out: Path, text: list[Path], options: dict[str, Any], **given: Any) -> None:
+    from stoker.cli.adapter import layers_of
     from stoker.cli.common import note, quiet_transformers
 
     quiet_transformers()
@@ -217,6 +219,8 @@ def _run(stages: list[str], store: Path, out: Path, text: list[Path], options: d
     from stoker.train.lora import LoraSettings
     from stoker.train.stages import StageOptions
 
+    layers = layers_of(given.pop("owners", None))
+    given["owners"] = None if layers is None else tuple(layers)
     lora = LoraSettings(given.pop("rank", 16), given.pop("alpha", 32))
     job = Job(store, out, tuple(text), lora=lora, options=StageOptions(**options), **given)
     cost = run(job, stages, note)

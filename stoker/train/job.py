@@ -37,7 +37,7 @@ TEXT = "teacher.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, how long. None: the stage's default, or the model's own (k). All lengths in tokens.
+    """What is trained, on what, how long. None: the stage's default, the model's own (k), all (owners, decoder layers).
 
     teacher: a store of full precision; teacher_url: writes text for sft, scores nothing. Neither: text as given, and
     the base itself by its own gates is distill's teacher.
@@ -47,7 +47,7 @@ class Job:
     out: Path
     text: tuple[Path, ...]
     k: int | None = None
-    owners: str = "all"
+    owners: tuple[int, ...] | None = None
     hidden: int = HIDDEN
     lora: LoraSettings = field(default_factory=LoraSettings)
     options: StageOptions = field(default_factory=StageOptions)
@@ -92,12 +92,12 @@ def run(job: Job, stages: Sequence[str], tell: Callable[[str], None] = lambda li
         if job.adapter is not None:
             load_into(student, job.adapter)
         teacher = Teacher(base, student) if scoring is None else Teacher(scoring)
-        recipe: dict[str, Any] = {"text": hashes(job.text), "sequence_tokens": job.sequence_tokens, "stages": []}
+        recipe: dict[str, Any] = {"sequence_tokens": job.sequence_tokens, "seed": job.options.seed, "stages": []}
         for stage in stages:
-            recipe["stages"].append(_train(job, stage, student, teacher, source, tokenizer, workers, recipe["text"]))
+            recipe["stages"].append(_train(job, stage, student, teacher, source, tokenizer, workers, hashes(job.text)))
         cost = measured(student, held) if held is not None and workers.leads else {}
         if workers.leads:
-            save(student, job.out, recipe, cost)
+            save(student, job.out, recipe, hashes(job.text), cost)
         workers.wait()
     if scoring is not None:
         scoring.close()
@@ -123,7 +123,9 @@ def _train(
         "stage": name,
         "base": student.model.store.fingerprint,
         "k": student.top_k,
-        "owners": job.owners if student.heads is not None else None,
+        "owners": []
+        if student.heads is None
+        else [student.model.blocks[owner].layer for owner in student.heads.owners],
         "text": text,
         "adapter": None if job.adapter is None else str(job.adapter),
         "teacher": _teacher_name(job, teacher) if name != "heads" else None,

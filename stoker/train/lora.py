@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,21 +73,4 @@ def named_parameters(updates: Mapping[str, LoraLinear]) -> dict[str, nn.Paramete
         f"{PEFT_PREFIX}{path}.{part}.weight": getattr(update, part)
         for path, update in updates.items()
         for part in ("lora_A", "lora_B")
-    }
-
-
-def peft_config(updates: Mapping[str, LoraLinear], settings: LoraSettings, base_name: str) -> dict[str, Any]:
-    """adapter_config.json as PEFT reads it: targets by their full paths, so that no other module matches."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": settings.r,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "target_modules": sorted(updates),
     }

@@ -5,7 +5,7 @@ Owns no loop and no files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -46,9 +46,10 @@ class Student:
         model.use_top_k(top_k)
         return Student(model, rules, top_k or own)
 
-    def add_heads(self, owners: str = "all", hidden: int = HIDDEN, seed: int = 0) -> None:
-        """Heads with the warm start. owners: see `owners_of`."""
-        self.heads = Heads(owners_of(owners, len(self.model.blocks)), gates_of(self.model), hidden, seed)
+    def add_heads(self, layers: Sequence[int] | None = None, hidden: int = HIDDEN, seed: int = 0) -> None:
+        """Heads with the warm start. layers: of the decoder, the owners; None: every MoE layer that another follows."""
+        owners = owners_of(layers, [block.layer for block in self.model.blocks])
+        self.heads = Heads(owners, gates_of(self.model), hidden, seed)
 
     def add_lora(self, settings: LoraSettings, seed: int = 0) -> None:
         self.lora, self.lora_settings = lora.attach(self.model.model, settings, seed), settings
@@ -113,7 +114,8 @@ class Student:
         rows = []
         for first in range(0, len(windows), sequences):
             batch = windows.rows(np.arange(first, min(first + sequences, len(windows))))
-            wanted_N, kept = targets(batch), []
+            wanted_N = targets(batch)
+            kept: list[Tensor] = []
 
             def keep(logits: Tensor, rows: slice, wanted_N: Tensor = wanted_N, kept: list[Tensor] = kept) -> Tensor:
                 kept.append(F.cross_entropy(logits, wanted_N[rows], reduction="none"))
@@ -129,23 +131,11 @@ def targets(batch: Batch) -> Tensor:
     return batch.ids_BT[:, 1:][batch.answers_BT[:, 1:]]
 
 
-def owners_of(text: str, layers: int) -> list[int]:
-    """MoE layers that own a head, as numbers among the MoE layers: "all", "FIRST-", "FIRST-LAST" or a list "0,2,3".
-
-    The last MoE layer owns none: there is no layer after it. Raises OptionError.
-    """
-    last = layers - 2
-    try:
-        if text == "all":
-            found = list(range(last + 1))
-        elif "-" in text:
-            low, high = text.split("-")
-            found = list(range(int(low), (int(high) if high else last) + 1))
-        else:
-            found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < 0 or found[-1] > last:
-        expected = f'"all", "FIRST-", "FIRST-LAST" or a list, of 0 to {last}'
-        raise OptionError("no such owners of heads", where="--owners", expected=expected, got=text)
-    return found
+def owners_of(layers: Sequence[int] | None, moe_layers: Sequence[int]) -> list[int]:
+    """Numbers among the MoE layers of these decoder layers. Raises OptionError where no MoE layer follows one."""
+    able = list(moe_layers[:-1])
+    wrong = [layer for layer in layers or () if layer not in able]
+    if wrong or not able or (layers is not None and not layers):
+        expected = f"MoE layers that another follows: {able[0]} to {able[-1]}" if able else "two MoE layers"
+        raise OptionError("no such owners of heads", where="--owners", expected=expected, got=wrong or layers)
+    return [able.index(layer) for layer in (able if layers is None else sorted(set(layers)))]

@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_to_the_same_curve(packed: Packer, text: Path, tmp_
     again = run(command("heads", store, out, text, steps))
     assert again.returncode == 0, again.stderr
     assert curve(out, "heads") == curve(tmp_path / "whole", "heads")
-    assert (out / "prerouter.safetensors").read_bytes() == (tmp_path / "whole" / "prerouter.safetensors").read_bytes()
+    assert (out / "heads.safetensors").read_bytes() == (tmp_path / "whole" / "heads.safetensors").read_bytes()
 
 
 def test_two_processes_train_as_one(packed: Packer, text: Path, tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_all_stages_in_one_command(packed: Packer, text: Path, tmp_path: Path) -
     limits = ["--steps", "3", "--sequences", "4", "--sequence-tokens", "48", "--memory", "6GiB", "--threads", "1"]
     done = run(["-m", "stoker", "train", "all", str(store), str(text), str(out), *limits])
     assert done.returncode == 0, done.stderr
-    manifest = json.loads((out / "adapter.json").read_text())
+    manifest = json.loads((out / "manifest.json").read_text())
     assert [stage["stage"] for stage in manifest["recipe"]["stages"]] == ["heads", "sft", "distill"]
-    assert manifest["measured"]["ratio_95"][0] <= manifest["measured"]["ratio"] <= manifest["measured"]["ratio_95"][1]
+    assert manifest["quality"]["ratio_95"][0] <= manifest["quality"]["ratio"] <= manifest["quality"]["ratio_95"][1]
     assert f"stoker serve {store} --routing prerouter --adapter {out}" in done.stdout
 
 
@@ -129,3 +129,16 @@ def test_another_run_in_the_same_directory_is_refused(packed: Packer, text: Path
     assert run(command("heads", store, out, text, 2)).returncode == 0
     other = run(command("heads", store, out, text, 2, "--seed", "1"))
     assert other.returncode == 2 and "another run" in other.stderr and "seed" in other.stderr
+
+
+def test_the_report_draws_a_run(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"step": s, "loss": 5 - s / 10, "grad_norm": 1.0, "agreement": 0.5, "seconds": 0.1} for s in range(30)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(["-m", "stoker", "report", str(metrics), "--out", str(tmp_path / "page.html")])
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "from 5.0000" in page and page.count("<path") >= 6
+    metrics.write_text('{"other": 1}\n')
+    wrong = run(["-m", "stoker", "report", str(metrics), "--out", str(tmp_path / "page.html")])
+    assert wrong.returncode == 1 and "metrics.jsonl:1" in wrong.stderr

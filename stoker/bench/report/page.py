@@ -14,6 +14,7 @@ from pathlib import Path
 from stoker import __version__
 from stoker.bench.report import bench_section, trace_data
 from stoker.bench.report.trace_section import anchor, trace_section
+from stoker.bench.report.training_section import is_metrics, training_section
 from stoker.bench.results import read_result
 from stoker.errors import TraceError
 from stoker.trace.reader import Trace, is_trace
@@ -22,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def build_page(paths: Sequence[Path], title: str = "stoker report", say: Say = lambda _: None) -> str:
-    """One HTML document of traces and benchmark results. Raises TraceError naming a file that is neither."""
+    """One HTML document of traces, results and training metrics. Raises TraceError naming a file that is none."""
     sections = []
     for path in paths:
         say(f"reading {path}")
@@ -50,13 +51,15 @@ def section(path: Path) -> str:
     """What one file says, by what it is."""
     if path.suffix == ".json":
         return _result(path)
+    if is_metrics(path):
+        return training_section(path)
     if is_trace(path):
         trace = Trace(path)
         return f'<p class="what">{escape(_about(trace))}</p>' + trace_section(trace_data.view(trace))
     raise TraceError(
         "is neither a trace nor a benchmark result" if path.exists() else "no such file",
         where=str(path),
-        expected="a file of `--trace`, or JSON of `stoker bench --out`",
+        expected="a file of `--trace`, JSON of `stoker bench --out`, or a metrics.jsonl of `stoker train`",
     )
 
 
