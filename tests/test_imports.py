@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"generate", "trace"},
     "adapter": {"store.reader", "quant"},
     "train": {"generate", "runtime", "routing", "adapter", "store", "trace", "native", "quant"},
+    "evaluate": {"generate", "runtime", "plan", "routing", "store", "trace"},
     "generate": {"runtime", "plan", "trace"},
     "generate.scheduler": set(),
     "runtime": {"residency", "routing", "adapter", "store.reader", "native", "quant", "trace"},
@@ -45,7 +46,7 @@ FORBIDDEN_LIBRARIES: dict[str, set[str]] = {
     "ids": {"torch", "transformers", "numpy"},
     "errors": {"torch", "transformers", "numpy"},
 }
-TRANSFORMERS_ONLY_IN = ("runtime", "train")
+TRANSFORMERS_ONLY_IN = ("runtime", "train", "evaluate")
 
 
 def modules() -> dict[str, Path]:

@@ -129,6 +129,18 @@ class Residency:
         kept = self._kept[pool] if self._kept else None
         return self._ring.stream(pool, experts, kept, read_ahead, ahead_kept, keep, group, demand)
 
+    def peek_groups(self, pool: int, experts: Sequence[int], *, group: int) -> Iterator[Arrival]:
+        """`stream_groups` that leaves no trace in the decode set: residents are used where they are, which is not
+        counted, all others pass through the ring. For a look at a step that is not the model's own."""
+        self._reads.check_open()
+        table = self._kept[pool].table if self._kept else None
+        here = [p for p, expert in enumerate(experts) if table is not None and table[expert]]
+        if table is not None and here:
+            yield here, [table[experts[position]] for position in here]
+        away = [p for p in range(len(experts)) if table is None or not table[experts[p]]]
+        for positions, addresses in self._ring.stream(pool, [experts[p] for p in away], None, None, None, group=group):
+            yield [away[position] for position in positions], addresses
+
     # Ahead of demand.
 
     def prefetch(self, pool: int, experts: Sequence[int], deadline_ns: int = 0, limit: int | None = None) -> int:

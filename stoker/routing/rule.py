@@ -92,6 +92,7 @@ class RoutingRule:
     name: ClassVar[str] = "gate"
     changes_output: ClassVar[bool] = True
     wants_logits: bool = False
+    asks_residency: bool = False  # routes follow from what is in memory too: only a decode token by token shows them
     recompute_tokens: int | None = 1
     """How many of a prompt's last tokens must be computed to know the state, where the others come from the prefix
     cache; None: all of them, so nothing is taken up."""

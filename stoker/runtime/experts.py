@@ -126,6 +126,8 @@ class StreamedExperts:
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.step.check_wanted()
+        if self.step.passing:
+            return self._pass_by(hidden_TD.contiguous(), index_TK, weights_TK)
         if self.rule is not None:
             logits_TE, self.logits = self.logits, None
             self.waits = True
@@ -152,6 +154,16 @@ class StreamedExperts:
         if self.recorder is not None:
             hits, misses, wait_ns = tally.hits - hits, tally.misses - misses, tally.stall_ns - stall_ns
             self.recorder.layer(self.step.index, self.pool, self.layer, index_TK, weights_TK, hits, misses, wait_ns)
+        return out_TD
+
+    def _pass_by(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The gate's own route without a trace: nothing is counted, no rule is asked, nothing stays in memory."""
+        pairs = Pairs.of(index_TK)
+        out_PD = self.scratch.take(index_TK.numel(), hidden_TD.shape[1])
+        for positions, addresses in self.residency.peek_groups(self.pool, pairs.experts, group=STREAM_GROUP):
+            self._compute(pairs, positions, addresses, hidden_TD, out_PD)
+        out_TD = torch.empty_like(hidden_TD)
+        kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
         return out_TD
 
     def _streams(self, needed: int) -> bool:

@@ -25,10 +25,11 @@ from stoker.errors import OptionError, StokerError
 from stoker.native import kernels
 from stoker.native.io import ReadQueue
 from stoker.residency import Residency
-from stoker.routing.rule import RoutingRule, Rows, Span
+from stoker.routing.rule import RoutingRule
 from stoker.runtime import budget, dense
 from stoker.runtime.depth import measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
+from stoker.runtime.forced import forced_logits
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
 from stoker.runtime.kv import KVPool, PagedSequence
 from stoker.runtime.modes import Mode, resolve_mode, rule_of
@@ -172,9 +173,9 @@ class Runtime:
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
-    def new_sequence(self) -> PagedSequence | CacheSequence:
-        """An empty sequence; close it to return its cache."""
-        routing = None if self.rule is None else self.rule.new_state()
+    def new_sequence(self, *, gate: bool = False) -> PagedSequence | CacheSequence:
+        """An empty sequence; close it to return its cache. gate: it keeps the gates' routes, whatever rule there is."""
+        routing = None if self.rule is None or gate else self.rule.new_state()
         if self.kv is not None:
             return PagedSequence(self.kv, routing=routing)
         return CacheSequence(self.config, routing=routing)
@@ -205,6 +206,22 @@ class Runtime:
     def decode(self, sequences: Sequence[PagedSequence | CacheSequence], ids: Sequence[int]) -> Tensor:
         """One token for each sequence: ids [B] -> float32 logits [B, V]."""
         return self.advance([Part(s, [token], decode=True) for s, token in zip(sequences, ids, strict=True)])
+
+    def gate_logits(self, sequence: PagedSequence, token: int) -> Tensor:
+        """What the gates' own routes would say after one more token of a sequence under a rule: float32 [V].
+
+        A whole forward pass, of which nothing remains: the sequence does not grow, no rule is asked, no use is counted,
+        and the experts that it lacks pass through the ring. Needs the paged cache.
+        """
+        assert self.kv is not None, "only the paged cache can be written twice"
+        self._check_room(sequence, 1)
+        sequence.reserve(1)
+        self._begin([])
+        self.step.passing = True
+        try:
+            return self._paged_step([sequence], [[token]], [0])[0]
+        finally:
+            self.step.passing = False
 
     def advance(self, parts: Sequence[Part]) -> Tensor:
         """Append the tokens of several sequences in one step: float32 logits [W, V] of the W parts that want them, in
@@ -324,7 +341,7 @@ class Runtime:
         started = time.monotonic_ns()
         rows: Any = 0 if keep is None else torch.tensor(keep, dtype=torch.int64)
         logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
-        if self.recorder is not None:
+        if self.recorder is not None and not self.step.passing:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
             now, rss = time.monotonic_ns(), 0
             if now > self._rss_due_ns:
@@ -335,58 +352,21 @@ class Runtime:
     # ---- whole-sequence logits ---------------------------------------------------------------------------------------
 
     def logits(
-        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, prompt_tokens: int | None = None
+        self,
+        ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        prompt_tokens: int | None = None,
+        *,
+        gate: bool = False,
     ) -> Tensor:
         """Teacher-forced logits: ids int64 [B, T] -> float32 [B, T, V].
 
         attention_mask: 1 for real tokens; padding may stand on either side. Positions count from the left edge, as
         transformers does when it is given a mask alone. Rows of padding tokens mean nothing. prompt_tokens: how many
-        of each row's real tokens are prompt to a routing rule, the others answer; None: all.
+        of each row's real tokens are prompt to a routing rule, the others answer; None: all. gate: by the
+        gates' own routes, whatever rule there is.
         """
-        if ids_BT.dim() != 2:
-            raise OptionError("logits needs ids of shape [B, T]", got=tuple(ids_BT.shape))
-        self._begin([])
-        self.step.phase = "prefill"
-        masks = [None] * len(ids_BT) if attention_mask_BT is None else list(attention_mask_BT)
-        if self.kv is None:
-            return self._batch_logits(ids_BT, masks, prompt_tokens)
-        return torch.stack(
-            [self._sequence_logits(row, mask, prompt_tokens) for row, mask in zip(ids_BT.tolist(), masks, strict=True)]
-        )
-
-    def _batch_logits(self, ids_BT: Tensor, masks: list[Tensor | None], prompt_tokens: int | None) -> Tensor:
-        """`logits` by transformers' own attention, all rows in one step."""
-        if self.rule is not None:
-            width, spans = ids_BT.shape[1], []
-            for row, mask in enumerate(masks):
-                first, last = _real_span(mask, width)
-                answer_from = last - first if prompt_tokens is None else prompt_tokens
-                spans.append(Span(row * width + first, row * width + last, 0, answer_from, self.rule.new_state()))
-            self.step.rows = Rows(self.step.index + 1, tuple(spans))
-        mask_BT = None if masks[0] is None else torch.stack([mask for mask in masks if mask is not None])
-        return self._forward(ids_BT, None, None, attention_mask=mask_BT, use_cache=False)
-
-    def _sequence_logits(self, ids: list[int], mask: Tensor | None, prompt_tokens: int | None) -> Tensor:
-        """One row of `logits`: padding on either side is not computed, its rows are zero."""
-        first, last = _real_span(mask, len(ids))
-        sequence = self.new_sequence()
-        assert isinstance(sequence, PagedSequence)
-        sequence.prompt_tokens = None if prompt_tokens is None else first + prompt_tokens
-        self._check_room(sequence, len(ids))
-        parts = [torch.zeros(first, self.vocab_size)]
-        try:
-            sequence.reserve(first)
-            sequence.append(ids[:first])
-            for start in range(first, last, self.prefill_chunk):
-                part = ids[start : min(start + self.prefill_chunk, last)]
-                sequence.reserve(len(part))
-                self._begin([Part(sequence, part)])
-                parts.append(self._paged_step([sequence], [part], list(range(len(part))), [first]))
-                sequence.append(part)
-                self._end()
-        finally:
-            sequence.close()
-        return torch.cat([*parts, torch.zeros(len(ids) - last, self.vocab_size)])
+        return forced_logits(self, ids_BT, attention_mask_BT, prompt_tokens, gate)
 
     # ---- account -----------------------------------------------------------------------------------------------------
 
@@ -471,16 +451,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _real_span(mask: Tensor | None, tokens: int) -> tuple[int, int]:
-    """[first, last) of the real tokens; OptionError for a mask with holes or nothing in it."""
-    if mask is None:
-        return 0, tokens
-    real = mask.to(torch.bool).nonzero().flatten().tolist()
-    if not real or real[-1] - real[0] + 1 != len(real):
-        raise OptionError("a row of the attention mask must be one run of ones", got=mask.tolist())
-    return real[0], real[-1] + 1
 
 
 def _generation_config(directory: FilePath) -> dict[str, Any]:

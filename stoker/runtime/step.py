@@ -48,6 +48,7 @@ class StepContext:
     given_up: Callable[[], bool] | None = None  # asked before each MoE layer; True ends the step with GivenUp
     phase: Phase = "prefill"
     decode_tokens: int = 0
+    passing: bool = False  # a look at what the gates' own routes would say: it leaves no trace
     index: int = 0
     kv_base: int = 0
     block_table: Tensor = field(default_factory=_empty)
