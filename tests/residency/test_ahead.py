@@ -13,7 +13,7 @@ from tests.residency.books import check_books, stream_all, take_all
 from tests.residency.records import RecordFile
 
 BLOCK = 4096
-SLOW_NS = 60_000_000
+SLOW_NS = 300_000_000  # longer than a busy machine keeps a test waiting between two lines
 
 
 def reads_of(queue: ReadQueue) -> int:
@@ -25,6 +25,14 @@ def quiet(queue: ReadQueue) -> None:
     """Wait until nothing is pending or in flight."""
     limit = time.monotonic() + 5
     while queue.stats()["pending"] or queue.stats()["in_flight"]:
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def started(queue: ReadQueue) -> None:
+    """Wait until the first read is under way."""
+    limit = time.monotonic() + 5
+    while not queue.stats()["in_flight"]:
         assert time.monotonic() < limit
         time.sleep(0.001)
 
@@ -73,14 +81,13 @@ def test_demand_overtakes_prefetches(store: RecordFile, narrow: ReadQueue) -> No
 
     A machine that pauses the test for longer than the first read is held up proves nothing: then once more, slower.
     """
-    for hold_ns in (2 * SLOW_NS, 20 * SLOW_NS, 100 * SLOW_NS):
+    for hold_ns in (SLOW_NS, 4 * SLOW_NS, 20 * SLOW_NS):
         with Residency(store, narrow, path="hot", slots=16) as residency:
             narrow.inject(1, "delay", delay_ns=hold_ns)
             narrow.inject(2, "eio")
             began = time.monotonic_ns()
             assert residency.prefetch(0, list(range(10))) == 10
-            while narrow.stats()["pending"] == 10:
-                time.sleep(0.001)  # until the first one has started
+            started(narrow)
             with residency.acquire(1, [5]) as lease:
                 if time.monotonic_ns() - began < hold_ns:
                     with pytest.raises(ReadError, match="pool 1 expert 5"):
@@ -110,7 +117,7 @@ def test_cancelled_prefetches_free_their_slots_and_are_not_read(store: RecordFil
     with Residency(store, narrow, path="hot", slots=4) as residency:
         narrow.inject(1, "delay", delay_ns=SLOW_NS)
         assert residency.prefetch(0, [1, 2, 3, 4]) == 4
-        time.sleep(0.01)  # the first one starts
+        started(narrow)
         assert residency.cancel_prefetches(0) == 3
         check_books(residency)
         take_all(residency, store, 0, [1, 7])
@@ -124,7 +131,7 @@ def test_demand_takes_the_slot_of_a_prefetch_that_has_not_started(store: RecordF
     with Residency(store, narrow, path="hot", slots=3) as residency:
         narrow.inject(1, "delay", delay_ns=SLOW_NS)
         residency.prefetch(0, [1, 2, 3])
-        time.sleep(0.01)
+        started(narrow)
         take_all(residency, store, 0, [7, 8])
         assert residency.tally.prefetch_cancelled == 2
         assert residency.resident(0) == {1, 7, 8}
@@ -135,7 +142,7 @@ def test_a_prefetch_past_its_deadline_is_dropped_and_read_on_demand(store: Recor
     with Residency(store, narrow, path="hot", slots=8) as residency:
         narrow.inject(1, "delay", delay_ns=SLOW_NS)
         residency.prefetch(1, [0])
-        time.sleep(0.01)  # it starts, and holds up the others
+        started(narrow)
         assert residency.prefetch(0, [1, 2], deadline_ns=time.monotonic_ns() + SLOW_NS // 6) == 2
         quiet(narrow)
         take_all(residency, store, 0, [1])
@@ -177,7 +184,7 @@ def test_a_prefetch_that_fails_while_a_step_waits_is_an_error(store: RecordFile,
         narrow.inject(1, "delay", delay_ns=SLOW_NS)
         narrow.inject(2, "eio")
         residency.prefetch(0, [1, 2])
-        time.sleep(0.01)  # the first one starts
+        started(narrow)
         with pytest.raises(ReadError, match="pool 0 expert 2"):
             take_all(residency, store, 0, [2])
         take_all(residency, store, 0, [2, 1])
@@ -224,7 +231,7 @@ def test_a_new_stage_replaces_one_that_was_not_used(store: RecordFile, narrow: R
     with Residency(store, narrow, path="staged", slots=8) as residency:
         narrow.inject(1, "delay", delay_ns=SLOW_NS)
         residency.stage(0, [1, 2, 3, 4])
-        time.sleep(0.01)
+        started(narrow)
         assert residency.stage(0, [4, 5, 6, 7]) == 4
         assert residency.tally.prefetch_cancelled == 2
         take_all(residency, store, 0, [4, 5, 6, 7])
