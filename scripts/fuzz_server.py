@@ -9,7 +9,7 @@ import argparse
 import json
 import random
 import socket
-import subprocess
+import statistics
 import sys
 import time
 import urllib.request
@@ -17,14 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.serving import Served
+
 TIMEOUT_S = 60.0
 SHORT_S = 2.0  # where the server may well wait for more
 WARM_UP = 300
-GROWTH_BYTES = 48 << 20
+ROUNDS = 10  # memory is looked at between them
+GROWTH_BYTES = 48 << 20  # from the warm-up to the end
+DRIFT_BYTES = 12 << 20  # from the median of the first half to that of the second
 IDLE_S = 15.0  # an idle server has given back by then what is free
 
 USER = {"role": "user", "content": "Hello there"}
@@ -267,21 +274,37 @@ def settle(url: str, timeout_s: float = 60) -> list[dict[str, Any]]:
         time.sleep(0.05)
 
 
-def fuzz(url: str, pid: int, requests: int, seed: int = 0, workers: int = 8) -> tuple[Tally, int, list[dict[str, Any]]]:
-    """Fire; (what came back, bytes by which memory grew after the warm-up, health at the end)."""
+def fuzz(
+    url: str, pid: int, requests: int, seed: int = 0, workers: int = 8, idle_s: float = 0
+) -> tuple[Tally, list[int], list[dict[str, Any]]]:
+    """Fire; (what came back, resident bytes after the warm-up and after each of ROUNDS, health at the end).
+    idle_s: how long the server rests before its memory is looked at."""
     host, port = url.removeprefix("http://").split(":")
-    process, tally = psutil.Process(pid), Tally()
+    process, tally, resident = psutil.Process(pid), Tally(), list[int]()
     source = shots(random.Random(seed))
-    grown_from = 0
     with ThreadPoolExecutor(workers) as pool:
-        for count in (min(WARM_UP, requests), max(0, requests - WARM_UP)):
+        for count in (min(WARM_UP, requests), *[max(0, requests - WARM_UP) // ROUNDS] * ROUNDS):
             batch = [next(source) for _ in range(count)]
             list(pool.map(lambda shot: fire((host, int(port)), shot, tally), batch))
             health = settle(url)
-            grown_from = grown_from or process.memory_info().rss
-    if process.memory_info().rss - grown_from > GROWTH_BYTES:
+            time.sleep(idle_s)
+            resident.append(process.memory_info().rss)
+    if growth(resident) > GROWTH_BYTES:
         time.sleep(IDLE_S)
-    return tally, process.memory_info().rss - grown_from, health
+        resident[-1] = process.memory_info().rss
+    return tally, resident, health
+
+
+def growth(resident: list[int]) -> int:
+    """Bytes by which memory grew after the warm-up."""
+    return resident[-1] - resident[0]
+
+
+def drift(resident: list[int]) -> int:
+    """By how many bytes the second half lies above the first: what goes on growing shows here, and what is free and
+    not yet given back does not."""
+    half = len(resident) // 2
+    return int(statistics.median(resident[-half:]) - statistics.median(resident[:half]))
 
 
 def main() -> int:
@@ -295,30 +318,24 @@ def main() -> int:
     given = parser.parse_args()
     server = None
     if given.url is None:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "stoker", "serve", given.store, "--memory", "2GiB", "--port", "0"],
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert server.stderr is not None
-        for line in server.stderr:
-            if line.startswith("OpenAI"):
-                given.url, given.pid = line.split()[1].removesuffix("/v1"), server.pid
-            if line.startswith("Ctrl-C"):
-                break
-        ThreadPoolExecutor(1).submit(server.stderr.read)
+        # So little KV that all of it is in use after the warm-up: kept prefixes take it bit by bit, as the ledger says.
+        server = Served(given.store, "--memory", "2GiB", "--ctx-size", 1024, "--kv-tokens", 1024)
+        given.url, given.pid = server.url, server.pid
     started = time.monotonic()
-    tally, growth, health = fuzz(given.url, given.pid, given.requests, given.seed, given.workers)
+    tally, resident, health = fuzz(given.url, given.pid, given.requests, given.seed, given.workers, IDLE_S)
     for kind, count in sorted(tally.kinds.items()):
         print(f"{count:6}  {kind}")
     print(f"{given.requests} requests in {time.monotonic() - started:.0f} s, slowest {tally.slowest_s:.1f} s")
-    print(f"memory grew by {growth / 2**20:.1f} MiB after the first {WARM_UP}; at the end: {health}")
+    print(f"MiB after {WARM_UP} and then by tenths: {[round(each / 2**20, 1) for each in resident]}")
+    print(f"grown by {growth(resident) / 2**20:.1f} MiB, second half over first {drift(resident) / 2**20:+.1f} MiB")
+    print(f"at the end: {health}")
     for bad in tally.bad[:20]:
         print("BAD", bad)
     if server is not None:
-        server.terminate()
-        print("exit code", server.wait(60))
+        print("exit code", server.stop())
     stuck = any(model["running"] or model["waiting"] for model in health)
-    return int(bool(tally.bad) or growth > GROWTH_BYTES or stuck)
+    grown = growth(resident) > GROWTH_BYTES or drift(resident) > DRIFT_BYTES
+    return int(bool(tally.bad) or grown or stuck)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ WORDS: list[str] = str.split(
     "candle bridge harbour mountain question answer number summer field machine story water valley"
 )
 KINDS: tuple[dict[str, Any], ...] = (
-    {"type": "string", "maxLength": 12}, {"type": "integer"}, {"type": "boolean"}, {"enum": ["red", "green", "blue"]},
-    {"type": "array", "items": {"type": "integer"}, "maxItems": 3}, {"type": "null"},
+    {"type": "string", "maxLength": 12}, {"type": "string", "pattern": "^[a-z]{1,9}(-[0-9]{1,4}){0,3}$"},
+    {"type": "integer"}, {"type": "boolean"}, {"enum": ["red", "green", "blue"]}, {"type": "null"},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
     {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False},
 )  # fmt: skip
 
@@ -56,11 +57,11 @@ def sentence(chance: random.Random, words: int) -> str:
     return " ".join(chance.choice(WORDS) for _ in range(words)).capitalize() + "."
 
 
-def schema(chance: random.Random) -> dict[str, Any]:
-    """A JSON schema that hardly any other request has."""
-    names = [f"{chance.choice(WORDS)}_{chance.randrange(1000)}" for _ in range(chance.randint(1, 5))]
+def schema(chance: random.Random, size: int = 5) -> dict[str, Any]:
+    """A JSON schema of up to `size` properties that hardly any other request has."""
+    names = [f"{chance.choice(WORDS)}_{chance.randrange(1000)}" for _ in range(chance.randint(1, size))]
     properties = {name: chance.choice(KINDS) for name in names}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def functions(chance: random.Random, count: int) -> list[dict[str, Any]]:

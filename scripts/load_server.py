@@ -8,19 +8,20 @@ rubbish or come all at once.
 
 Held to: every request answered or refused in its API's shape, no 5xx, the same greedy answer at all times, memory flat
 and within the budget, no expert dropped, nothing left running or held at the end, and a prefix cache on disk that is
-intact or cleanly discarded after the kill. That all of it is stopped for a while does no harm (load_watch.Clock).
+intact or cleanly discarded after the kill. That all of it is stopped for a while does no harm (load_watch.Clock);
+SIGTERM ends the load early, and the result says how long it was.
 """
 
 import argparse
 import random
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ BURST = PARALLEL + QUEUE + 12
 CONTEXT, KV_TOKENS = 1024, 3072
 STUCK_S = 240.0  # of the clock, without a token computed while something runs
 SHOWN = 20  # bad outcomes that the result names
+KINDS = {
+    "plain": 30, "conversation": 12, "tools": 10, "schema": 10, "reference": 6, "long_prompt": 5, "too_long": 2,
+    "vanishing": 8, "slow_reader": 4, "idle": 2, "rubbish": 6, "looks": 6, "burst": 2, "choices": 3,
+}  # fmt: skip
 REFERENCES = (
     asks.ask(CHAT, [{"role": "user", "content": "Why is the sky blue?"}], 24, False, temperature=0),
     asks.ask(COMPLETIONS, [{"role": "user", "content": "The river was quiet and"}], 24, True, temperature=0),
@@ -52,15 +57,16 @@ REFERENCES = (
 
 
 class Load:
-    """Clients of one server, and what became of their requests. Every kind of request is a method that does one."""
+    """Clients of one server, and what became of their requests. kinds: methods that make one request, and how often."""
 
-    def __init__(self, url: str, clock: Clock) -> None:
-        self.url, self.clock = url, clock
+    def __init__(self, url: str, clock: Clock, kinds: dict[str, int]) -> None:
+        self.url, self.clock, self.kinds = url, clock, kinds
         self.verdicts: Counter[str] = Counter()
         self.statuses: Counter[str] = Counter()
         self.bad: list[str] = []
         self.expected: list[str] = []
         self.slowest_s = 0.0
+        self.enough = threading.Event()
         self._lock = threading.Lock()
         self._client = self.open()
         host, port = url.removeprefix("http://").split(":")
@@ -75,18 +81,12 @@ class Load:
     def run(self, seed: int, until_s: float) -> None:
         """One client: requests one after the other, until the clock says so."""
         chance = random.Random(seed)
-        kinds: list[tuple[int, Callable[[random.Random], None]]] = [
-            (30, self.plain), (12, self.conversation), (10, self.tools), (10, self.schema), (6, self.reference),
-            (5, self.long_prompt), (2, self.too_long), (8, self.vanishing), (4, self.slow_reader), (2, self.idle),
-            (6, self.rubbish), (6, self.looks), (2, self.burst), (3, self.choices),
-        ]  # fmt: skip
-        weights = [weight for weight, _ in kinds]
-        while self.clock.now_s < until_s and len(self.bad) < 100:
-            kind = chance.choices([kind for _, kind in kinds], weights)[0]
+        while self.clock.now_s < until_s and len(self.bad) < 100 and not self.enough.is_set():
+            (name,) = chance.choices(list(self.kinds), list(self.kinds.values()))
             try:
-                kind(chance)
+                getattr(self, name)(chance)
             except Exception as error:
-                self.count(kind.__name__, Outcome("bad", detail=repr(error)[:300]))
+                self.count(name, Outcome("bad", detail=repr(error)[:300]))
 
     def count(self, kind: str, outcome: Outcome) -> None:
         with self._lock:
@@ -144,7 +144,7 @@ class Load:
     def schema(self, chance: random.Random) -> None:
         path = chance.choice((CHAT, MESSAGES, RESPONSES))
         request = asks.ask(path, [{"role": "user", "content": "An answer in JSON, please."}], 32, chance.random() < 0.5)
-        self.send("schema", asks.with_schema(request, asks.schema(chance)))
+        self.send("schema", asks.with_schema(request, asks.schema(chance, chance.choice((5, 5, 5, 100)))))
 
     def reference(self, chance: random.Random) -> None:
         """A question whose answer is known: it must not depend on what else runs."""
@@ -265,7 +265,8 @@ def references(url: str) -> list[Outcome]:
 
 
 def under_load(load: Load, watch: Watch, minutes: float, clients: int) -> str:
-    """Let all clients work for so long; why it ended early, or nothing."""
+    """Let all clients work for so long, or until SIGTERM; why they were stuck, or nothing."""
+    signal.signal(signal.SIGTERM, lambda number, frame: load.enough.set())
     until_s = load.clock.now_s + 60 * minutes
     threads = [threading.Thread(target=load.run, args=(seed, until_s), daemon=True) for seed in range(clients)]
     for thread in threads:
@@ -332,7 +333,7 @@ def after_the_kill(server: Served, expected: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hold(store: str, minutes: float, clients: int, memory: str) -> dict[str, Any]:
+def hold(store: str, minutes: float, clients: int, memory: str, kinds: dict[str, int]) -> dict[str, Any]:
     """The whole course; the result, with a verdict for every promise under `checks`."""
     from stoker.runtime.budget import parse_bytes
 
@@ -343,11 +344,12 @@ def hold(store: str, minutes: float, clients: int, memory: str) -> dict[str, Any
     ]  # fmt: skip
     server = Served(*options)
     try:
-        load, watch = Load(server.url, clock), Watch(server.url, server.pid, clock)
+        load, watch = Load(server.url, clock, kinds), Watch(server.url, server.pid, clock)
         first = references(server.url)
         load.expected = [outcome.text for outcome in first]
-        files_before = settled(watch, clock).files
+        files_before, began_s = settled(watch, clock).files, clock.now_s
         failure = under_load(load, watch, minutes, clients)
+        loaded_min = (clock.now_s - began_s) / 60
         end = settled(watch, clock)
         full = whole_context(server.url) if not failure else Outcome("bad", detail=failure)
         watch.close()
@@ -358,7 +360,9 @@ def hold(store: str, minutes: float, clients: int, memory: str) -> dict[str, Any
         checks = verdicts(watch.rows, parse_bytes(memory, option="--memory"), peak_bytes) | {
             "every request answered or refused": {"ok": not load.bad and not failure, "bad": load.bad[:SHOWN]},
             "came to its end": {"ok": not failure, "why not": failure},
-            "bursts were refused in part": {"ok": load.statuses["429"] > 0, "429": load.statuses["429"]},
+            "bursts were refused in part": {
+                "ok": load.statuses["429"] > 0 or "burst" not in kinds, "429": load.statuses["429"],
+            },
             "nothing runs or is held": {
                 "ok": end.running == end.waiting == 0 and end.held_tokens <= end.cached_tokens
                 and full.verdict == "answered" and end.files <= files_before + 4,
@@ -376,7 +380,7 @@ def hold(store: str, minutes: float, clients: int, memory: str) -> dict[str, Any
             server.kill()
         shutil.rmtree(directory, ignore_errors=True)
     return {
-        "minutes": round(clock.now_s / 60, 1), "stopped_s": round(clock.stopped_s), "clients": clients,
+        "minutes": round(loaded_min, 1), "stopped_s": round(clock.stopped_s), "clients": clients,
         "requests": load.verdicts.total(), "slowest_s": round(load.slowest_s, 1), "checks": checks,
         "verdicts": dict(sorted(load.verdicts.items())), "statuses": dict(sorted(load.statuses.items())),
         "by_minute": by_minute(watch.rows),
@@ -389,9 +393,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--memory", default="1GiB")
+    parser.add_argument("--only", action="append", choices=KINDS, help="this kind of request alone; may be repeated")
     parser.add_argument("--result", type=Path, help="write what was measured to this file")
     given = parser.parse_args()
-    result = hold(given.store, given.minutes, given.clients, given.memory)
+    kinds = {name: KINDS[name] for name in given.only or KINDS}
+    result = hold(given.store, given.minutes, given.clients, given.memory, kinds)
     for name, check in result["checks"].items():
         print("held  " if check["ok"] else "BROKEN", name, {k: v for k, v in check.items() if k != "ok"})
     if given.result is not None:

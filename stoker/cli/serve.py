@@ -131,6 +131,7 @@ def serve(
     """
     from stoker.runtime.budget import parse_bytes
     from stoker.server import wire
+    from stoker.server.memory import share_arenas
     from stoker.server.settings import Settings
 
     settings = Settings(
@@ -157,6 +158,7 @@ def serve(
         if not Path(model).exists():
             raise StoreError("there is no such store", where=model, remedy="make one with `stoker pack SRC DST`")
     sock = wire.bind(host, port)
+    share_arenas()
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}

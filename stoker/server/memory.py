@@ -6,6 +6,16 @@ from contextlib import suppress
 
 import psutil
 
+_M_ARENA_MAX = -8  # of mallopt(3)
+_ARENAS = 2
+
+
+def share_arenas() -> None:
+    """Before threads are started: let them share malloc's pools. With one for each, what a thread has let go of serves
+    that thread alone, and a server that is asked all sorts of things grows by tens of MiB. glibc alone can be told."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, _ARENAS)
+
 
 def resident_bytes() -> int:
     """What the process holds now (RSS)."""
