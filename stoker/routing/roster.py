@@ -1,0 +1,218 @@
+"""Sequence-local rosters: after a prefix, a sequence may use only the experts that it used most.
+
+Owns the rule and its state for one sequence and layer. The same object routes in training and in serving; what it chooses
+is a function of the scores of the tokens so far, in order, and not of how they were cut into calls. Knows no model, no
+residency and no clock. After "Predatory MoE: Serving MoE with a Sequence-Local Expert Roster" (Son, 2026); the paper
+names no delta, so it is in units of the running mean range of the layer's scores here.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+BLOCK_TOKENS = 64  # tokens routed at once under one roster; an outsider that gets in ends the block
+
+
+class Phase(Enum):
+    EXPLORE = "explore"  # no bias: fewer than m distinct experts were used
+    BARRIER = "barrier"  # members lead by 2 delta; an outsider that wins displaces a member
+    PINNED = "pinned"  # members alone
+
+
+@dataclass(frozen=True)
+class Shift:
+    """When a pinned roster no longer fits. Coverage is the share of the free top-k that the roster holds, as a moving
+    mean over `horizon` tokens; `ratio` says how much of its lead over chance must be left. After `patience` tokens in a
+    row below, the sequence explores for `explore_tokens` and pins anew."""
+
+    ratio: float = 0.6
+    patience: int = 16
+    explore_tokens: int = 32
+    horizon: int = 16
+    settle_tokens: int = 32  # the first pinned tokens, whose mean coverage is the reference
+
+
+class Detector:
+    """Watches the coverage of one pinned roster, token by token."""
+
+    def __init__(self, shift: Shift, chance: float) -> None:
+        self.shift, self.chance = shift, chance
+        self.seen, self.below = 0, 0
+        self.reference = self.mean = 0.0
+
+    def watch(self, covered_T: Floats) -> int | None:
+        """How many of the tokens were needed to see a shift; None: there was none in them."""
+        shift = self.shift
+        for place, covered in enumerate(covered_T.tolist()):
+            self.seen += 1
+            if self.seen <= shift.settle_tokens:
+                self.reference += (covered - self.reference) / self.seen
+                self.mean = self.reference
+                continue
+            self.mean += (covered - self.mean) / shift.horizon
+            low = self.mean < self.chance + shift.ratio * (self.reference - self.chance)
+            self.below = self.below + 1 if low else 0
+            if self.below >= shift.patience:
+                return place + 1
+        return None
+
+
+class Roster:
+    """The rule at one layer of one sequence.
+
+    experts, chosen, size: E, K and m, with K <= m <= E. delta: half the lead that an outsider needs, in units of the mean
+    range (largest - smallest) of the scores so far; infinite: no outsider ever. pin_at: so many tokens are the prefix;
+    None: never pinned.
+    """
+
+    def __init__(
+        self, experts: int, chosen: int, size: int, delta: float, pin_at: int | None = None, shift: Shift | None = None
+    ) -> None:
+        assert chosen <= size <= experts and delta >= 0, (experts, chosen, size, delta)
+        self.chosen, self.size, self.delta = chosen, size, delta
+        self.pin_at, self.shift = pin_at, shift
+        self.tokens = 0
+        self.phase = Phase.EXPLORE
+        self.count_E = np.zeros(experts, dtype=np.int64)
+        self.last_E = np.full(experts, -1, dtype=np.int64)  # token of the last use
+        self.member_E = np.zeros(experts, dtype=bool)
+        self.range_sum = 0.0
+        self.detector: Detector | None = None
+        self.pins = self.displaced = 0  # how often pinned; how many members outsiders displaced
+        self.changed = 0  # choices of the free top-k that were not taken
+
+    @property
+    def pinned(self) -> bool:
+        return self.phase is Phase.PINNED
+
+    def members(self) -> list[int]:
+        return np.flatnonzero(self.member_E).tolist()
+
+    def copy(self) -> Roster:
+        """A snapshot that goes its own way."""
+        return deepcopy(self)
+
+    def route(self, scores_TE: NDArray[np.floating]) -> Ints:
+        """The experts of the next T tokens, int64 [T, K], by falling (biased) score; equal scores: lower id first.
+
+        scores: what the layer's own rule selects by, real [T, E]: logits, or probabilities with their correction.
+        """
+        scores_TE = scores_TE.astype(np.float64)
+        free_TK = top(scores_TE, self.chosen)
+        means_T = self._mean_ranges(scores_TE)
+        lead_T = 2 * self.delta * means_T if np.isfinite(self.delta) else np.full_like(means_T, np.inf)
+        taken_TK = np.empty_like(free_TK)
+        steps = {Phase.EXPLORE: self._explore, Phase.BARRIER: self._barrier, Phase.PINNED: self._restricted}
+        done = 0
+        while done < len(scores_TE):
+            some_TK = steps[self.phase](scores_TE[done:], free_TK[done:], lead_T[done:])
+            taken_TK[done : done + len(some_TK)] = some_TK
+            done += len(some_TK)
+        self.changed += int((free_TK[:, :, None] != taken_TK[:, None, :]).all(-1).sum())
+        return taken_TK
+
+    # ---- one phase each: the choices of at least one token, at most up to where the phase or the roster changes -------
+
+    def _explore(self, scores_TE: Floats, free_TK: Ints, lead_T: Floats) -> Ints:
+        taken_TK = free_TK[: self._until_pin(len(free_TK))]
+        distinct_T = np.count_nonzero(self.count_E) + self._new_experts(taken_TK).cumsum()
+        full = np.flatnonzero(distinct_T >= self.size)
+        if len(full):
+            taken_TK = taken_TK[: full[0] + 1]
+        self._use(taken_TK)
+        if len(full):
+            self._form(scores_TE[len(taken_TK) - 1])
+            self.phase = Phase.BARRIER
+        self._pin_if_due(scores_TE[len(taken_TK) - 1])
+        return taken_TK
+
+    def _barrier(self, scores_TE: Floats, free_TK: Ints, lead_T: Floats) -> Ints:
+        tokens = self._until_pin(min(len(free_TK), BLOCK_TOKENS))
+        biased_TE = np.where(self.member_E, scores_TE[:tokens], scores_TE[:tokens] - lead_T[:tokens, None])
+        taken_TK = top(biased_TE, self.chosen)
+        outside_TK = ~self.member_E[taken_TK]
+        got_in = np.flatnonzero(outside_TK.any(1))
+        if len(got_in):
+            taken_TK = taken_TK[: got_in[0] + 1]
+        self._use(taken_TK)
+        if len(got_in):
+            self._displace(taken_TK[-1], taken_TK[-1][outside_TK[got_in[0]]])
+        self._pin_if_due(scores_TE[len(taken_TK) - 1])
+        return taken_TK
+
+    def _restricted(self, scores_TE: Floats, free_TK: Ints, lead_T: Floats) -> Ints:
+        shifted = self.detector.watch(self.member_E[free_TK].mean(1)) if self.detector is not None else None
+        tokens = len(free_TK) if shifted is None else shifted
+        taken_TK = top(np.where(self.member_E, scores_TE[:tokens], -np.inf), self.chosen)
+        self._use(taken_TK)
+        if shifted is not None:
+            self._start_anew()
+        return taken_TK
+
+    # ---- changes of state --------------------------------------------------------------------------------------------
+
+    def _use(self, taken_TK: Ints) -> None:
+        self.count_E += np.bincount(taken_TK.ravel(), minlength=len(self.count_E))
+        self.last_E[taken_TK.ravel()] = np.repeat(self.tokens + np.arange(len(taken_TK)), self.chosen)
+        self.tokens += len(taken_TK)
+
+    def _form(self, scores_E: Floats) -> None:
+        """The m most used are the roster; ties: used last, then the better score now (where m were not used yet)."""
+        best = np.lexsort((-scores_E, -self.last_E, -self.count_E))[: self.size]
+        self.member_E[:] = False
+        self.member_E[best] = True
+
+    def _displace(self, taken_K: Ints, outsiders: Ints) -> None:
+        """Each outsider takes the place of the least used member that this token does not use; ties: used longest ago."""
+        stays_E = np.zeros_like(self.member_E)
+        stays_E[taken_K] = True
+        leaving = np.flatnonzero(self.member_E & ~stays_E)
+        order = np.lexsort((self.last_E[leaving], self.count_E[leaving]))
+        self.member_E[leaving[order[: len(outsiders)]]] = False
+        self.member_E[outsiders] = True
+        self.displaced += len(outsiders)
+
+    def _pin_if_due(self, scores_E: Floats) -> None:
+        if self.pin_at is None or self.tokens < self.pin_at:
+            return
+        if self.phase is Phase.EXPLORE:
+            self._form(scores_E)
+        self.phase = Phase.PINNED
+        self.pins += 1
+        self.detector = Detector(self.shift, self.size / len(self.member_E)) if self.shift is not None else None
+
+    def _start_anew(self) -> None:
+        assert self.shift is not None
+        self.phase, self.detector = Phase.EXPLORE, None
+        self.count_E[:], self.last_E[:], self.member_E[:] = 0, -1, False
+        self.pin_at = self.tokens + self.shift.explore_tokens
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _until_pin(self, tokens: int) -> int:
+        return tokens if self.pin_at is None else min(tokens, max(1, self.pin_at - self.tokens))
+
+    def _new_experts(self, taken_TK: Ints) -> Ints:
+        """How many experts each token uses that no token before it did, [T]."""
+        flat = taken_TK.ravel()
+        new = np.zeros(len(flat), dtype=bool)
+        new[np.unique(flat, return_index=True)[1]] = True
+        return (new & (self.count_E[flat] == 0)).reshape(taken_TK.shape).sum(1)
+
+    def _mean_ranges(self, scores_TE: Floats) -> Floats:
+        """The mean range of all tokens up to each one, [T]; summed in order, whatever the calls were."""
+        sums_T = np.cumsum(np.concatenate(([self.range_sum], np.ptp(scores_TE, axis=1))))[1:]
+        self.range_sum = float(sums_T[-1]) if len(sums_T) else self.range_sum
+        return sums_T / np.arange(self.tokens + 1, self.tokens + 1 + len(sums_T))
+
+
+def top(scores_TE: Floats, chosen: int) -> Ints:
+    """The ids of the `chosen` best of each row, best first, int64 [T, K]; equal scores: lower id first."""
+    return np.argsort(-scores_TE, axis=-1, kind="stable")[:, :chosen]
