@@ -14,7 +14,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from recipes.testbed.attention import ATTENTION_FUNCTION
 from recipes.testbed.experts import EXPERTS_FUNCTION
-from recipes.testbed.model import hidden_states
+from recipes.testbed.model import hidden_states, layer_step
 
 BATCH_WINDOWS = 8
 HEAD_ROWS = 1024
@@ -27,12 +27,13 @@ def load(directory: Path) -> Qwen3MoeForCausalLM:
 
 
 @torch.no_grad()
-def token_losses(model: Qwen3MoeForCausalLM, ids_WT: Tensor) -> np.ndarray:
-    """Negative log-likelihood in nats of each token after the first of each window, float32 [W, T - 1]."""
+def token_losses(model: Qwen3MoeForCausalLM, ids_WT: Tensor, step=layer_step) -> np.ndarray:  # type: ignore[no-untyped-def]
+    """Negative log-likelihood in nats of each token after the first of each window, float32 [W, T - 1]. step: a layer's
+    forward, for other rules of routing."""
     head_VD = model.model.embed_tokens.weight
     rows = []
     for ids_BT in ids_WT.split(BATCH_WINDOWS):
-        hidden_BTD, _, _ = hidden_states(model, ids_BT[:, :-1])
+        hidden_BTD, _, _ = hidden_states(model, ids_BT[:, :-1], step)
         losses = [
             torch.nn.functional.cross_entropy(hidden_ND @ head_VD.t(), wanted_N, reduction="none")
             for hidden_ND, wanted_N in zip(

@@ -5,6 +5,7 @@ attention are those of the models whose real routing traces it is compared with,
 every token's result depends on the routed experts alone, the harder case for anything that changes routes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,14 @@ class Shape:
 
 
 SHAPES = {"e32k4": Shape(6, 32, 4, 64), "e8k2": Shape(4, 8, 2, 128)}
+STUDY = {"s8k2": Shape(3, 8, 2, 128), "s32k4": Shape(3, 32, 4, 64)}  # smaller ones, trained many times in a study
+
+# Another rule than the gate's own top-k: (number of the layer, logits [B, T, E]) -> experts [B, T, K].
+Choose = Callable[[int, Tensor], Tensor]
 
 
 def config(name: str) -> Qwen3MoeConfig:
-    shape = SHAPES[name]
+    shape = (SHAPES | STUDY)[name]
     return Qwen3MoeConfig(
         vocab_size=ENTRIES,
         hidden_size=WIDTH,
@@ -68,7 +73,7 @@ def build(name: str, seed: int) -> Qwen3MoeForCausalLM:
         model = Qwen3MoeForCausalLM._from_config(
             config(name), attn_implementation=ATTENTION_FUNCTION, experts_implementation=EXPERTS_FUNCTION
         )
-    into_residual = (2 * SHAPES[name].layers) ** -0.5
+    into_residual = (2 * (SHAPES | STUDY)[name].layers) ** -0.5
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -79,14 +84,22 @@ def build(name: str, seed: int) -> Qwen3MoeForCausalLM:
     return model
 
 
-def layer_step(layer: nn.Module, hidden_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """One decoder layer as transformers computes it; also the router's logits and choices, for the balance loss."""
+def layer_step(
+    layer: nn.Module, hidden_BTD: Tensor, rotary: tuple[Tensor, Tensor], choose: Choose | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One decoder layer as transformers computes it; also the balance loss and the load. Under another rule, `choose`,
+    the weights are still the router's, over the experts chosen."""
     attended_BTD, _ = layer.self_attn(layer.input_layernorm(hidden_BTD), rotary, None)
     hidden_BTD = hidden_BTD + attended_BTD
     normed_ND = layer.post_attention_layernorm(hidden_BTD).flatten(0, 1)
     logits_NE = F.linear(normed_ND.float(), layer.mlp.gate.weight.float())
     probabilities_NE = logits_NE.softmax(-1)
-    weights_NK, experts_NK = probabilities_NE.topk(layer.mlp.gate.top_k, dim=-1)
+    if choose is None:
+        weights_NK, experts_NK = probabilities_NE.topk(layer.mlp.gate.top_k, dim=-1)
+    else:
+        logits_BTE = logits_NE.view(*hidden_BTD.shape[:2], -1)
+        experts_NK = choose(layer.self_attn.layer_idx, logits_BTE).flatten(0, 1)
+        weights_NK = probabilities_NE.gather(1, experts_NK)
     weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     mixed_ND = layer.mlp.experts(normed_ND, experts_NK, weights_NK)
     load_E = F.one_hot(experts_NK, logits_NE.shape[-1]).sum((0, 1)).float() / experts_NK.numel()

@@ -114,7 +114,7 @@ class Run:
         path = self.directory / "checkpoint.pt"
         if path.exists():
             state = torch.load(path, weights_only=True)
-            if replace(Plan(**state["plan"]), tokens=self.plan.tokens) != self.plan:
+            if replace(type(self.plan)(**state["plan"]), tokens=self.plan.tokens) != self.plan:
                 raise SystemExit(f"{path} belongs to another plan: {state['plan']}; name another --directory")
             if self.plan.decay_from < state["step"] and self.plan.tokens != state["plan"]["tokens"]:
                 raise SystemExit(

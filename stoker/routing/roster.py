@@ -1,9 +1,9 @@
 """Sequence-local rosters: after a prefix, a sequence may use only the experts that it used most.
 
-Owns the rule and its state for one sequence and layer. The same object routes in training and in serving; what it chooses
-is a function of the scores of the tokens so far, in order, and not of how they were cut into calls. Knows no model, no
-residency and no clock. After "Predatory MoE: Serving MoE with a Sequence-Local Expert Roster" (Son, 2026); the paper
-names no delta, so it is in units of the running mean range of the layer's scores here.
+Owns the rule and its state for one sequence and layer. The same object routes in training and in serving; what it
+chooses is a function of the scores of the tokens so far, in order, and not of how they were cut into calls. Knows no
+model, no residency and no clock. After "Predatory MoE: Serving MoE with a Sequence-Local Expert Roster" (Son, 2026);
+the paper names no delta: here it is in units of the running mean range of the layer's scores.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Detector:
 class Roster:
     """The rule at one layer of one sequence.
 
-    experts, chosen, size: E, K and m, with K <= m <= E. delta: half the lead that an outsider needs, in units of the mean
-    range (largest - smallest) of the scores so far; infinite: no outsider ever. pin_at: so many tokens are the prefix;
-    None: never pinned.
+    experts, chosen, size: E, K and m, with K <= m <= E. delta: half the lead that an outsider needs, in units of the
+    mean range (largest - smallest) of the scores so far; infinite: no outsider ever. pin_at: so many tokens are the
+    prefix; None: never pinned.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Roster:
         self.member_E = np.zeros(experts, dtype=bool)
         self.range_sum = 0.0
         self.detector: Detector | None = None
+        self.repinned: list[int] = []  # tokens at which it was pinned anew after a shift
         self.pins = self.displaced = 0  # how often pinned; how many members outsiders displaced
         self.changed = 0  # choices of the free top-k that were not taken
 
@@ -118,7 +119,7 @@ class Roster:
         self.changed += int((free_TK[:, :, None] != taken_TK[:, None, :]).all(-1).sum())
         return taken_TK
 
-    # ---- one phase each: the choices of at least one token, at most up to where the phase or the roster changes -------
+    # ---- one phase each: the choices of at least one token, at most up to where the phase or the roster changes ---
 
     def _explore(self, scores_TE: Floats, free_TK: Ints, lead_T: Floats) -> Ints:
         taken_TK = free_TK[: self._until_pin(len(free_TK))]
@@ -170,7 +171,7 @@ class Roster:
         self.member_E[best] = True
 
     def _displace(self, taken_K: Ints, outsiders: Ints) -> None:
-        """Each outsider takes the place of the least used member that this token does not use; ties: used longest ago."""
+        """Each outsider takes the place of the least used member that this token does not use; ties: least recent."""
         stays_E = np.zeros_like(self.member_E)
         stays_E[taken_K] = True
         leaving = np.flatnonzero(self.member_E & ~stays_E)
@@ -186,6 +187,8 @@ class Roster:
             self._form(scores_E)
         self.phase = Phase.PINNED
         self.pins += 1
+        if self.pins > 1:
+            self.repinned.append(self.tokens)
         self.detector = Detector(self.shift, self.size / len(self.member_E)) if self.shift is not None else None
 
     def _start_anew(self) -> None:

@@ -75,7 +75,10 @@ class RosterOptions:
             sizes = ()
         if not sizes or min(sizes) < 1:
             raise OptionError(
-                "cannot be read", where="--roster-size", expected="a number of experts, or one a layer: 32,24,24", got=size
+                "cannot be read",
+                where="--roster-size",
+                expected="a number of experts, or one a layer: 32,24,24",
+                got=size,
             )
         if not delta >= 0:
             raise OptionError("out of range", where="--delta", expected="0 or more", got=delta)

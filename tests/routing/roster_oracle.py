@@ -1,4 +1,4 @@
-"""The roster rule in plain Python, one token after the other, as the paper's summary has it; slow and without arrays."""
+"""The roster rule in plain Python, token by token, as the paper's summary has it; slow and without arrays."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ class PlainRoster:
         return self.count.get(expert, 0)
 
     def form(self, scores: list[float]) -> None:
-        order = sorted(
-            range(self.experts), key=lambda e: (-self.uses(e), -self.last.get(e, -1), -scores[e], e)
-        )
+        order = sorted(range(self.experts), key=lambda e: (-self.uses(e), -self.last.get(e, -1), -scores[e], e))
         self.roster = set(order[: self.size])
 
     def shifted(self) -> bool:
