@@ -177,12 +177,20 @@ class Batcher:
             self._step(step)
         return True
 
+    @property
+    def _may_reuse(self) -> bool:
+        """Whether a routing rule, if there is one, can go on from tokens that it did not see."""
+        rule = getattr(self._runtime, "rule", None)
+        return rule is None or rule.recompute_tokens is not None
+
     def _begin(self, ticket: Ticket) -> None:
         ticket.sequence = sequence = self._runtime.new_sequence()
         sequence.prompt_tokens = len(ticket.job.request.prompt_ids)
+        if getattr(sequence, "routing", None) is not None:
+            sequence.routing.expect(sequence.prompt_tokens, sequence.prompt_tokens + ticket.output.limit_tokens)
         cached = 0
         try:
-            if self._prefix is not None and ticket.job.cache:
+            if self._prefix is not None and ticket.job.cache and self._may_reuse:
                 with self._model._lock:
                     cached = self._match(sequence, ticket)
         except StokerError as error:

@@ -51,6 +51,8 @@ class Generation:
         output, start_ns = self._output, time.perf_counter_ns()
         output.cached_tokens = self._rewind(sequence)
         before = self._runtime.stats()
+        if getattr(sequence, "routing", None) is not None:
+            sequence.routing.expect(len(self._prompt), len(self._prompt) + output.limit_tokens)
         logits_V = self._prefill(sequence, self._prompt[output.cached_tokens :])
         output.prefill_ns = time.perf_counter_ns() - start_ns
         output.computed_tokens = len(self._prompt) - output.cached_tokens if logits_V is not None else 0

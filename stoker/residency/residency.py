@@ -5,7 +5,7 @@ Single-threaded: every call comes from the thread that runs the steps. A path ne
 out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 from stoker.errors import OptionError
@@ -13,6 +13,7 @@ from stoker.ids import Extent
 from stoker.native.io import Arena, ReadQueue
 from stoker.residency.counters import Counters, ratios
 from stoker.residency.exact import ExactSlots, Scratch
+from stoker.residency.hold import Holds
 from stoker.residency.hot import HotSlots
 from stoker.residency.kept import KeptSlots
 from stoker.residency.lease import Arrival, Lease
@@ -74,6 +75,7 @@ class Residency:
         self._slots: list[Slot] = [slot for group in [*kept, scratch, ring] for slot in group]
         self._ring = Ring(ring, self._reads, ring_depth or len(ring))
         self._kept = _kept_slots(path, sizes, kept, self._reads, policy)
+        self._holds = Holds()
         self._homes: Sequence[Any] = self._kept or _passing_homes(path, sizes, scratch, self._reads, self._ring)
 
     def touch_ahead(self) -> None:
@@ -162,6 +164,17 @@ class Residency:
         if not isinstance(slots, StagedSlots):
             raise OptionError("only the staged path has buffers to stage", where="stage", got=f"path {self.path}")
         return slots.stage(experts)
+
+    def hold(self, owner: Hashable, pool: int, experts: Sequence[int], spare: int) -> int:
+        """From now on, until the owner's next call, `experts` (best first) of `pool` stay in memory, as many as leave
+        `spare` slots to everything else; reads of those that are not there begin. Returns how many are held: none on
+        the paths that keep nothing between steps."""
+        self._reads.check_open()
+        return self._holds.replace(owner, self._kept[pool], experts, spare) if self._kept else 0
+
+    def settle_holds(self) -> None:
+        """Wait until what is held is there."""
+        self._holds.settle()
 
     def warm(self) -> int:
         """Read every expert of every pool that has a slot for each, in the order in which they lie on disk.

@@ -8,7 +8,7 @@ the paper names no delta: here it is in units of the running mean range of the l
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
@@ -98,7 +98,10 @@ class Roster:
 
     def copy(self) -> Roster:
         """A snapshot that goes its own way."""
-        return deepcopy(self)
+        other = copy(self)
+        other.count_E, other.last_E, other.member_E = self.count_E.copy(), self.last_E.copy(), self.member_E.copy()
+        other.detector, other.repinned = copy(self.detector), list(self.repinned)
+        return other
 
     def route(self, scores_TE: NDArray[np.floating]) -> Ints:
         """The experts of the next T tokens, int64 [T, K], by falling (biased) score; equal scores: lower id first.

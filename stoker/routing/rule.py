@@ -20,6 +20,9 @@ from stoker.routing.select import LayerRule
 class RouteState:
     """What a rule keeps for one sequence. Lives on the sequence: made with it, cut with it, gone with it."""
 
+    def expect(self, prompt_tokens: int, total_tokens: int) -> None:
+        """Told before the first token where it is known: the length of the prompt, and of prompt and answer at most."""
+
     def truncate(self, length: int) -> None:
         """Only the first `length` tokens of the sequence remain: forget what the others left here."""
 
@@ -65,7 +68,9 @@ class LayerInfo:
     """One MoE layer, as a rule may know it.
 
     index: its number among the MoE layers; layer: in the decoder; top_k: experts a token uses by the model's own
-    configuration; resident() names the experts that are in memory now; record_bytes: what reading one costs.
+    configuration; resident() names the experts that are in memory now; record_bytes: what reading one costs. hold()
+    keeps experts (best first) in memory until it is called again, as far as the slots allow, and begins to read them;
+    settle() waits for what any layer holds.
     """
 
     index: int
@@ -76,6 +81,8 @@ class LayerInfo:
     record_bytes: int
     resident: Callable[[], Collection[int]]
     find_rule: Callable[[], LayerRule]
+    hold: Callable[[Sequence[int]], int] = len
+    settle: Callable[[], None] = lambda: None
 
     @cached_property
     def rule(self) -> LayerRule:

@@ -36,16 +36,38 @@ def select(logits_TE: Tensor, rule: LayerRule, top_k: int | None = None) -> tupl
 
     top_k: another number of experts than the rule's own. Equal choices: the order is torch.topk's.
     """
-    softmax = rule.score == "softmax"
-    scores_TE = logits_TE.softmax(-1) if softmax else one_by_one(logits_TE).sigmoid().contiguous()
+    scores_TE = _scores(logits_TE, rule)
     choice_TE = scores_TE if rule.correction is None else scores_TE + rule.correction
     if rule.groups > 1:
         choice_TE = _best_groups(choice_TE, rule.groups, rule.top_groups)
     index_TK = choice_TE.topk(top_k or rule.top_k, dim=-1).indices
+    return index_TK, _weigh(scores_TE, index_TK, rule)
+
+
+def ranks(logits_TE: Tensor, rule: LayerRule) -> Tensor:
+    """What the layer's top-k orders experts by, float32 [T, E]: logits, or sigmoids with their correction. A layer with
+    groups has no such order over all experts."""
+    assert rule.groups == 1
+    if rule.score == "softmax" and rule.correction is None:
+        return logits_TE
+    scores_TE = _scores(logits_TE, rule)
+    return scores_TE if rule.correction is None else scores_TE + rule.correction
+
+
+def weigh(logits_TE: Tensor, index_TK: Tensor, rule: LayerRule) -> Tensor:
+    """The weights float32 [T, K] that the layer's own rule gives to experts that something else chose."""
+    return _weigh(_scores(logits_TE, rule), index_TK, rule)
+
+
+def _scores(logits_TE: Tensor, rule: LayerRule) -> Tensor:
+    return logits_TE.softmax(-1) if rule.score == "softmax" else one_by_one(logits_TE).sigmoid().contiguous()
+
+
+def _weigh(scores_TE: Tensor, index_TK: Tensor, rule: LayerRule) -> Tensor:
     weights_TK = scores_TE.gather(1, index_TK)
     if rule.renormalise:  # cumsum adds in one order whatever T is; sum does not
         weights_TK = weights_TK / (weights_TK.cumsum(-1)[:, -1:] + 1e-20)
-    return index_TK, weights_TK if rule.scaling == 1.0 else weights_TK * rule.scaling
+    return weights_TK if rule.scaling == 1.0 else weights_TK * rule.scaling
 
 
 def _best_groups(choice_TE: Tensor, groups: int, top_groups: int) -> Tensor:

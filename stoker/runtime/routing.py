@@ -78,6 +78,7 @@ class RuledRouter(nn.Module):
 def _info(index: int, block: MoeBlock, model: PreTrainedModel, residency: Residency) -> LayerInfo:
     streamed = block.experts.streamed
     width = model.config.get_text_config().hidden_size
+    spare = top_k(model.config.get_text_config())  # what a token of a sequence without a roster needs
     return LayerInfo(
         index=index,
         layer=block.layer,
@@ -87,6 +88,8 @@ def _info(index: int, block: MoeBlock, model: PreTrainedModel, residency: Reside
         record_bytes=residency.plan.sizes[streamed.pool].record_bytes,
         resident=lambda: residency.resident(streamed.pool),
         find_rule=lambda: layer_rule(block, width),
+        hold=lambda experts: residency.hold(index, streamed.pool, experts, spare),
+        settle=residency.settle_holds,
     )
 
 
