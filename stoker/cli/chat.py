@@ -39,6 +39,12 @@ def chat(
     activation_bits: common.ActivationBits = 16,
     routing: common.Routing = None,
     adapter: common.Adapter = None,
+    roster_size: common.RosterSize = None,
+    pin_after: common.PinAfter = None,
+    delta: common.Delta = None,
+    cache_lambda: common.CacheLambda = None,
+    keep_best: common.KeepBest = None,
+    own_slots: common.OwnSlots = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
@@ -52,9 +58,8 @@ def chat(
     """Converse, streaming; /help lists what can be said to the program instead of the model."""
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
-    loading = Loading(
-        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing=routing, adapter=adapter
-    )
+    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule)
     with common.load_model(loading) as loaded:
         if not loaded.has_chat_template:
             raise OptionError(

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,7 +70,48 @@ Routing = Annotated[
     str | None,
     typer.Option(
         "--routing", metavar="MODE", rich_help_panel=_ROUTING,
-        help="Who chooses experts: gate (the model's own; the default), prerouter (needs --adapter).",
+        help="Who chooses experts: gate (the model's own; default), prerouter (with --adapter), roster, cache-aware.",
+    ),
+]  # fmt: skip
+RosterSize = Annotated[
+    str | None,
+    typer.Option(
+        "--roster-size", metavar="M", rich_help_panel=_ROUTING,
+        help="roster: experts a layer keeps for a sequence; one number, or one a layer (default: a quarter).",
+    ),
+]  # fmt: skip
+PinAfter = Annotated[
+    str | None,
+    typer.Option(
+        "--pin-after", metavar="20%|N|prompt|never", rich_help_panel=_ROUTING,
+        help="roster: the prefix after which a sequence may use its roster alone (default: 20%).",
+    ),
+]  # fmt: skip
+Delta = Annotated[
+    float | None,
+    typer.Option(
+        help="roster: half the lead that an outsider needs, in mean logit ranges (default: 0.25; inf: a wall).",
+        rich_help_panel=_ROUTING,
+    ),
+]
+CacheLambda = Annotated[
+    float | None,
+    typer.Option(
+        "--lambda", rich_help_panel=_ROUTING,
+        help="cache-aware: the lead of experts in memory, in mean logit ranges (default: 0.1).",
+    ),
+]  # fmt: skip
+KeepBest = Annotated[
+    int | None,
+    typer.Option("--keep-best", help="cache-aware: a token's so many best are always used (default: 1).",
+                 rich_help_panel=_ROUTING),
+]  # fmt: skip
+OwnSlots = Annotated[
+    int | None,
+    typer.Option(
+        "--own-slots", metavar="N", rich_help_panel=_ROUTING,
+        help="cache-aware: decide by an imagined cache of N slots a layer for each sequence, so that an answer "
+        "depends on nothing else.",
     ),
 ]  # fmt: skip
 Adapter = Annotated[
@@ -112,6 +153,23 @@ class Loading:
     activation_bits: int = 16
     routing: str | None = None
     adapter: str | None = None
+    rule: dict[str, Any] = field(default_factory=dict)  # the mode's own options, by their names in Options
+
+
+def rule_options(
+    roster_size: str | None,
+    pin_after: str | None,
+    delta: float | None,
+    cache_lambda: float | None,
+    keep_best: int | None,
+    own_slots: int | None,
+) -> dict[str, Any]:
+    """The options of a routing mode that were given."""
+    asked = {
+        "roster_size": roster_size, "pin_after": pin_after, "delta": delta,
+        "cache_lambda": cache_lambda, "keep_best": keep_best, "own_slots": own_slots,
+    }  # fmt: skip
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def sampling_options(
@@ -150,6 +208,7 @@ def load_model(loading: Loading) -> "Model":
         activation_bits=loading.activation_bits,
         routing=loading.routing,
         adapter=loading.adapter,
+        **loading.rule,
     )
 
 

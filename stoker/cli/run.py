@@ -36,6 +36,12 @@ def run(
     activation_bits: common.ActivationBits = 16,
     routing: common.Routing = None,
     adapter: common.Adapter = None,
+    roster_size: common.RosterSize = None,
+    pin_after: common.PinAfter = None,
+    delta: common.Delta = None,
+    cache_lambda: common.CacheLambda = None,
+    keep_best: common.KeepBest = None,
+    own_slots: common.OwnSlots = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     chat: Annotated[
@@ -64,9 +70,8 @@ def run(
     if live:
         check_terminal(sys.stderr)
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
-    loading = Loading(
-        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing=routing, adapter=adapter
-    )
+    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule)
     with common.load_model(loading) as loaded:
         if as_json:
             result = _silent(loaded, _prompt(loaded, text, chat, system), options, live)

@@ -117,6 +117,12 @@ def serve(
     activation_bits: common.ActivationBits = 16,
     routing: common.Routing = None,
     adapter: common.Adapter = None,
+    roster_size: common.RosterSize = None,
+    pin_after: common.PinAfter = None,
+    delta: common.Delta = None,
+    cache_lambda: common.CacheLambda = None,
+    keep_best: common.KeepBest = None,
+    own_slots: common.OwnSlots = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     temperature: common.Temperature = None,
@@ -162,6 +168,7 @@ def serve(
     _log_to_stderr()
     loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}
+    loading |= common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
     size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
     common.quiet_transformers()
     # Everything that will be imported counts as the process's own when the budget is divided.

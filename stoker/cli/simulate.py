@@ -44,7 +44,7 @@ def simulate(
     ] = "25%",
     global_cache: Annotated[bool, typer.Option("--global", help="One cache of slots x layers for all layers.")] = False,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Deal slots out by miss curves of the first half; judge on the second.")
+        bool, typer.Option("--greedy", help="Deal slots (or roster places) out by the first half; judge on the second.")
     ] = False,
     warm_up: Annotated[
         int | None, typer.Option(help="Tokens that are replayed and not counted (default: a tenth; with time, 200).")
@@ -93,12 +93,12 @@ def simulate(
             "--prefetch": prefetch != "none",
         },
         rostered={"--window": window != 256, "--prefix": prefix != 0.2},
-        cached={"--policy": policy is not None, "--global": global_cache, "--greedy": greedy},
+        cached={"--policy": policy is not None, "--global": global_cache},
     )
     partition = "global" if global_cache else "greedy" if greedy else "per-layer"
     names = [str(trace) for trace in traces]
     if roster is not None:
-        rows = timing.rosters(names, roster, window, prefix, tokens)
+        rows = timing.rosters(names, roster, window, prefix, tokens, by_need=greedy)
     elif record_ms is None:
         cells = [
             sweep.Cell(name, one, size, partition, warm_up, tokens)

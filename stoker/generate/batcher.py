@@ -169,13 +169,18 @@ class Batcher:
         for ticket in refused:
             self._leave(ticket, _closing())
         with self._wake:
-            admitted = [self._tickets[id] for id in self._scheduler.admit()]
+            admitted = [self._tickets[id] for id in self._scheduler.admit(self._room())]
         for ticket in admitted:
             self._begin(ticket)
         step = self._cut(self._plan())
         if step.tokens:
             self._step(step)
         return True
+
+    def _room(self) -> int | None:
+        """How many more sequences a routing rule has room for; None: it does not matter."""
+        rule = getattr(self._runtime, "rule", None)
+        return None if rule is None else rule.room()
 
     @property
     def _may_reuse(self) -> bool:

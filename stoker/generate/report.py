@@ -20,6 +20,8 @@ COUNTERS = (
     "prefetch_bytes",
     "stall_ns",
     "dropped_experts",
+    "routed_choices",
+    "swapped_choices",
 )
 
 
@@ -142,17 +144,25 @@ class Result:
             parts += [f"{usage.completion_tokens} tokens", "hits -", "- MB/token read", "stall -"]
         if not self.routing["lossless"]:
             parts.append(described(self.routing))
+        if decode.get("routed_choices"):
+            parts.append(f"{decode['swapped_choices'] / decode['routed_choices']:.1%} of choices swapped")
         return " | ".join([*parts, self.finish_reason])
 
 
 def described(routing: Mapping[str, Any]) -> str:
     """A mode that changes the output, in a few words: routing prerouter, K 4, adapter NAME."""
     words = [f"routing {routing['mode']}"]
+    settings = routing.get("settings", {})
+    words += [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in settings.items() if name != "shift"]
     if "top_k" in routing:
         words.append(f"K {routing['top_k']}")
     if "adapter" in routing:
         words.append(f"adapter {routing['adapter']['name']}")
     return ", ".join(words)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _share(part: float, whole: float) -> float:

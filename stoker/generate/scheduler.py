@@ -105,10 +105,13 @@ class Scheduler:
         if self._running.pop(id, None) is None:
             self._waiting = [entry for entry in self._waiting if entry.id != id]
 
-    def admit(self) -> tuple[int, ...]:
-        """Those that may begin now, in order. The first in the queue is never passed over for a smaller one."""
-        admitted = []
+    def admit(self, most: int | None = None) -> tuple[int, ...]:
+        """Those that may begin now, in order. The first in the queue is never passed over for a smaller one. most: so
+        many find other room (None: all do); one alone always may."""
+        admitted: list[int] = []
         while self._waiting and len(self._running) < self.limits.parallel:
+            if self._running and most is not None and len(admitted) >= most:
+                break
             entry = self._waiting[0]
             held = sum(self._reserved(other) for other in self._running.values())
             if self._running and held + self._reserved(entry) > self._capacity_blocks:

@@ -4,6 +4,7 @@ Reads recorded routes only, so it says how many choices a pinned roster would le
 do. Coverage below 1 is re-routed traffic: a roster changes the output. After "Predatory MoE" (Son, 2026).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,18 +31,63 @@ class Coverage:
         return asdict(self)
 
 
-def pinned(routes: Routes, m: int, window_tokens: int = 256, prefix_share: float = 0.2) -> Coverage:
+def pinned(routes: Routes, m: int | Sequence[int], window_tokens: int = 256, prefix_share: float = 0.2) -> Coverage:
     """In each whole window the m most used experts of its first `prefix_share` are pinned: what do they cover of the
-    rest?"""
-    prefix = _check(routes, m, window_tokens, prefix_share)
+    rest? m: one size, or one for each pool."""
+    sizes = _sizes(routes, m)
+    prefix = _check(routes, min(sizes), window_tokens, prefix_share)
+    _check(routes, max(sizes), window_tokens, prefix_share)
     windows = range(0, routes.steps - window_tokens + 1, window_tokens)
     by_pool = [
         np.mean(
-            [_covered(stream, stream, (low, low + prefix), (low + prefix, low + window_tokens), m) for low in windows]
+            [_covered(stream, stream, (low, low + prefix), (low + prefix, low + window_tokens), n) for low in windows]
         )
-        for stream in routes.streams
+        for stream, n in zip(routes.streams, sizes, strict=True)
     ]
-    return _coverage(by_pool, len(windows), m * len(routes.streams) / window_tokens)
+    return _coverage(by_pool, len(windows), sum(sizes) / window_tokens)
+
+
+def dealt(routes: Routes, m: int, window_tokens: int = 256, prefix_share: float = 0.2) -> tuple[int, ...]:
+    """A roster size for each pool, m on the average: each further expert goes to the pool whose coverage it raises
+    most; at least k each. Learned on the windows of `routes`: judge it on others."""
+    prefix = _check(routes, m, window_tokens, prefix_share)
+    curves = [_curve(stream, routes.experts, window_tokens, prefix, routes.steps) for stream in routes.streams]
+    gains = np.stack([np.diff(curve) for curve in curves])[:, routes.k :]
+    sizes = np.full(len(curves), routes.k)
+    spare = (m - routes.k) * len(curves)
+    # Coverage grows ever more slowly with m, up to noise: from the largest gain down, each pool is served in order.
+    smooth = np.minimum.accumulate(gains, axis=1)
+    pools = np.argsort(-smooth, axis=None, kind="stable")[:spare] // gains.shape[1]
+    return tuple((sizes + np.bincount(pools, minlength=len(curves))).tolist())
+
+
+def _curve(stream: Stream, experts: int, window_tokens: int, prefix: int, steps: int) -> np.ndarray:
+    """Mean coverage of the rest of a window by a roster of 0, 1, ... E of its prefix, [E + 1]."""
+    total, count = np.zeros(experts + 1), 0
+    for low in range(0, steps - window_tokens + 1, window_tokens):
+        order = _by_use(stream.between(low, low + prefix).experts)
+        met = np.bincount(stream.between(low + prefix, low + window_tokens).experts.ravel(), minlength=experts)
+        covered = np.cumsum(met[order]) / met.sum()
+        total[1 : len(order) + 1] += covered
+        total[len(order) + 1 :] += covered[-1]
+        count += 1
+    return total / max(1, count)
+
+
+def _by_use(seen: np.ndarray) -> np.ndarray:
+    """The experts of some steps, the most used first; ties: most recent."""
+    flat = seen.ravel()
+    experts, counts = np.unique(flat, return_counts=True)
+    last = len(flat) - np.unique(flat[::-1], return_index=True)[1]
+    return experts[np.lexsort((-last, -counts))]
+
+
+def _sizes(routes: Routes, m: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = (m,) * len(routes.streams) if isinstance(m, int) else tuple(m)
+    if len(sizes) != len(routes.streams):
+        expected = f"one size, or {len(routes.streams)}"
+        raise OptionError("roster sizes", where="roster m", expected=expected, got=len(sizes))
+    return sizes
 
 
 def shifted(learned: Routes, then: Routes, m: int, learn_tokens: int = 256, window_tokens: int = 256) -> Coverage:
@@ -66,10 +112,7 @@ def shifted(learned: Routes, then: Routes, m: int, learn_tokens: int = 256, wind
 def _covered(learned: Stream, then: Stream, learn: tuple[int, int], meet: tuple[int, int], m: int) -> float:
     """Share of the choices in steps `meet` that the m most used experts of steps `learn` cover; ties: most recent."""
     seen, met = learned.between(*learn).experts, then.between(*meet).experts
-    experts, counts = np.unique(seen, return_counts=True)
-    last = len(seen) - np.unique(seen[::-1], return_index=True)[1]
-    roster = experts[np.lexsort((-last, -counts))[:m]]
-    return float(np.isin(met, roster).mean())
+    return float(np.isin(met, _by_use(seen)[:m]).mean())
 
 
 def _coverage(by_pool: list[np.floating[Any]], windows: int, loads_per_token: float) -> Coverage:

@@ -92,21 +92,33 @@ def _after(routes: Routes, window_tokens: int, most: int, where: str) -> Routes:
     return train
 
 
-def rosters(names: Sequence[str], m: int, window: int, prefix: float, tokens: int | None) -> list[dict[str, Any]]:
-    """Pinned coverage of each trace, and for each ordered pair of traces the coverage after a shift of topic."""
+def rosters(
+    names: Sequence[str], m: int, window: int, prefix: float, tokens: int | None, by_need: bool = False
+) -> list[dict[str, Any]]:
+    """Pinned coverage of each trace, and for each ordered pair of traces the coverage after a shift of topic. by_need:
+    a size for each layer, m on the average, learned on the first half of a trace; coverage is of the second half."""
     all_routes = [load_routes(name) for name in names]
     if tokens is not None:
         all_routes = [routes.between(0, tokens) for routes in all_routes]
-    rows = [
-        {"learned_on": routes.name, "met_by": routes.name, "m": m, **roster.pinned(routes, m, window, prefix).figures()}
-        for routes in all_routes
-    ]
+    rows = [_pinned_row(routes, m, window, prefix, by_need) for routes in all_routes]
     for learned in all_routes:
         for then in all_routes:
             if learned is not then:
                 figures = roster.shifted(learned, then, m, window, window).figures()
                 rows.append({"learned_on": learned.name, "met_by": then.name, "m": m, **figures})
     return rows
+
+
+def _pinned_row(routes: Routes, m: int, window: int, prefix: float, by_need: bool) -> dict[str, Any]:
+    row = {"learned_on": routes.name, "met_by": routes.name, "m": m}
+    if not by_need:
+        return {**row, **roster.pinned(routes, m, window, prefix).figures()}
+    half = routes.steps // 2
+    first, second = routes.between(0, half), routes.between(half, routes.steps)
+    sizes = roster.dealt(first, m, window, prefix)
+    equal = roster.pinned(second, m, window, prefix)
+    figures = roster.pinned(second, sizes, window, prefix).figures()
+    return {**row, **figures, "mean_with_equal_m": equal.mean, "worst_with_equal_m": equal.worst, "m_by_layer": sizes}
 
 
 def parse_layer_time(text: str) -> LayerTime:

@@ -203,6 +203,9 @@ class CacheAwareRule(RoutingRule):
     def about(self) -> dict[str, Any]:
         return {"routing": self.name, "cache_aware": self.options.as_dict()}
 
+    def figures(self) -> dict[str, float]:
+        return self.meters.figures()
+
     def counters(self) -> dict[str, int]:
         return {
             "routed_choices": self.meters.choices,

@@ -29,6 +29,7 @@ class RosterState(RouteState):
     def __init__(self, rule: RosterRule) -> None:
         self._rule = rule
         self.prompt_tokens = self.total_tokens = 0  # 0: nobody said
+        self.idle = False  # cut to nothing: its sequence is over, or begins anew
         self._begin(0)
 
     def _begin(self, tokens: int) -> None:
@@ -44,6 +45,7 @@ class RosterState(RouteState):
         """What was counted cannot be taken back: a sequence that is cut explores anew from where it was cut."""
         if length < self.tokens:
             self._begin(length)
+            self.idle = length == 0
             self._rule.rosters_changed = True
 
     @property
@@ -56,6 +58,7 @@ class RosterState(RouteState):
 
     def next_roster(self, layer: int, span: Span) -> Roster:
         """A copy of the layer's roster, to go through the span's tokens."""
+        self.idle = False
         if self.pin_at is None:
             self._place(span)
         roster = self.pending[layer] = self.rosters[layer].copy()
@@ -177,17 +180,29 @@ class RosterRule(RoutingRule):
             info.hold(sorted(shared, key=lambda expert: (-shared[expert], -uses[expert], expert)))
         self._layers[0].settle()
 
-    def fits(self, slots_of: Sequence[int]) -> bool:
-        """Whether the pinned rosters of all sequences fit into so many slots a layer together."""
-        return all(len(self.union(info.index)) <= slots_of[info.index] for info in self._layers)
+    def room(self) -> int | None:
+        """Pinned rosters count where they do not overlap; a sequence that has none yet may need m experts a layer."""
+        short = [info for info in self._layers if info.slots < info.experts]
+        if not short:
+            return None
+        running = [state for state in self._states if not state.idle]
+        spare = []
+        for info in short:
+            size = self.options.size(info.index)
+            unpinned = sum(not state.rosters[info.index].pinned for state in running)
+            spare.append((info.slots - len(self.union(info.index))) // size - unpinned)
+        return max(0, min(spare))
 
     def union(self, layer: int) -> set[int]:
         """The experts of a layer that some sequence's pinned roster holds."""
-        states = [state for state in self._states if state.rosters[layer].pinned]
+        states = [state for state in self._states if not state.idle and state.rosters[layer].pinned]
         return {expert for state in states for expert in state.rosters[layer].members()}
 
     def about(self) -> dict[str, Any]:
         return {"routing": self.name, "roster": self.options.as_dict()}
+
+    def figures(self) -> dict[str, float]:
+        return self.meters.figures()
 
     def counters(self) -> dict[str, int]:
         return {

@@ -67,6 +67,7 @@ class Rows:
 class LayerInfo:
     """One MoE layer, as a rule may know it.
 
+    slots: how many of its experts find place in memory.
     index: its number among the MoE layers; layer: in the decoder; top_k: experts a token uses by the model's own
     configuration; resident() names the experts that are in memory now; record_bytes: what reading one costs. hold()
     keeps experts (best first) in memory until it is called again, as far as the slots allow, and begins to read them;
@@ -81,6 +82,7 @@ class LayerInfo:
     record_bytes: int
     resident: Callable[[], Collection[int]]
     find_rule: Callable[[], LayerRule]
+    slots: int = 0
     hold: Callable[[Sequence[int]], int] = len
     settle: Callable[[], None] = lambda: None
 
@@ -109,6 +111,10 @@ class RoutingRule:
 
     def new_state(self) -> RouteState | None:
         """For a new sequence."""
+        return None
+
+    def room(self) -> int | None:
+        """How many more sequences would find the memory that the rule wants for them; None: as many as there are."""
         return None
 
     def reusable(self, state: Any, tokens: int) -> int:
@@ -149,4 +155,8 @@ class RoutingRule:
 
     def counters(self) -> dict[str, int]:
         """Counts since loading, for stats and metrics."""
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """Meters since loading: what the mode did to the gates' choices."""
         return {}

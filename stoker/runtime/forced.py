@@ -44,6 +44,8 @@ def _together(runtime: Runtime, ids_BT: Tensor, masks: Masks, prompt_tokens: int
             first, last = _real_span(mask, width)
             answer_from = last - first if prompt_tokens is None else prompt_tokens
             state = None if gate else runtime.rule.new_state()
+            if state is not None:
+                state.expect(answer_from, last - first)
             spans.append(Span(row * width + first, row * width + last, 0, answer_from, state))
         runtime.step.rows = Rows(runtime.step.index + 1, tuple(spans))
     mask_BT = None if masks[0] is None else torch.stack([mask for mask in masks if mask is not None])
@@ -56,6 +58,8 @@ def _paged(runtime: Runtime, ids: list[int], mask: Tensor | None, prompt_tokens:
     sequence = runtime.new_sequence(gate=gate)
     assert isinstance(sequence, PagedSequence)
     sequence.prompt_tokens = None if prompt_tokens is None else first + prompt_tokens
+    if sequence.routing is not None:
+        sequence.routing.expect(last - first if prompt_tokens is None else prompt_tokens, last - first)
     runtime._check_room(sequence, len(ids))
     parts = [torch.zeros(first, runtime.vocab_size)]
     try:

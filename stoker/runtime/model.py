@@ -403,8 +403,8 @@ class Runtime:
         return self.budget.as_dict()
 
     def counters(self) -> dict[str, Any]:
-        """The counters of the residency alone: cheap enough to be asked at every step."""
-        return self.residency.counters()
+        """The counters of residency and routing rule: cheap enough to be asked at every step."""
+        return self.residency.counters() | ({} if self.rule is None else self.rule.counters())
 
     def expert_uses(self) -> NDArray[np.int64]:
         """How often each MoE layer chose each expert since loading, one count a (token, choice): int64 [L, E]."""
@@ -429,13 +429,13 @@ class Runtime:
                 "routers": self.fusion.routers,
                 "left": self.fusion.left,
             },
-            **({} if self.rule is None else self.rule.about() | self.rule.counters()),
+            **({} if self.rule is None else self.rule.about() | {"route_meters": self.rule.figures()}),
         }
 
     def note_counters(self) -> None:
         """Tell the trace what the rule counted."""
         if self.rule is not None and hasattr(self.recorder, "describe"):
-            self.recorder.describe(routing_counters=self.rule.counters())
+            self.recorder.describe(routing_counters=self.rule.counters() | self.rule.figures())
 
     def close(self) -> None:
         """Give everything back; the object is of no use afterwards."""

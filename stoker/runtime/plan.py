@@ -51,6 +51,12 @@ class Options:
     grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
     routing: str | None = None  # who chooses experts: see runtime/modes.py; None: the gate, or an adapter's heads
     adapter: str | None = None  # a directory: docs/adapters.md
+    roster_size: str | None = None  # of --routing roster, with pin_after and delta: docs/routing.md
+    pin_after: str | None = None
+    delta: float | None = None
+    cache_lambda: float | None = None  # of --routing cache-aware, with keep_best and own_slots
+    keep_best: int | None = None
+    own_slots: int | None = None
     prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ def _info(index: int, block: MoeBlock, model: PreTrainedModel, residency: Reside
         record_bytes=residency.plan.sizes[streamed.pool].record_bytes,
         resident=lambda: residency.resident(streamed.pool),
         find_rule=lambda: layer_rule(block, width),
+        slots=residency.slots(streamed.pool),
         hold=lambda experts: residency.hold(index, streamed.pool, experts, spare),
         settle=residency.settle_holds,
     )

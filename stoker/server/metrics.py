@@ -49,6 +49,10 @@ ENGINE: dict[str, tuple[str, float, str]] = {
     "prefetch_expired": ("expert_prefetches_expired", 1, "Prefetches that had not started at their deadline"),
     "prerouter_routes": ("prerouter_routes", 1, "Routes (a token in a layer) that a prerouter's heads chose"),
     "prerouter_fallbacks": ("prerouter_fallbacks", 1, "Routes of answer tokens that had no prediction"),
+    "roster_pins": ("roster_pins", 1, "Sequences whose rosters were pinned in every layer"),
+    "roster_shifts": ("roster_shifts", 1, "Sequences that gave a pinned roster up after a shift of topic"),
+    "routed_choices": ("routed_choices", 1, "Choices (an expert of a token in a layer) that a routing mode looked at"),
+    "swapped_choices": ("swapped_choices", 1, "Choices of the gates that a routing mode replaced"),
     "dropped_experts": ("expert_dropped", 1, "Experts left out of a step: 0 always"),
 }
 LEDGER_PARTS = ("process", "dense", "kv", "prefix", "grammar", "scratch", "slots", "ring", "reserve", "free")

@@ -222,3 +222,11 @@ def test_the_youngest_is_put_back_and_comes_first_again() -> None:
     assert scheduler.admit() == (), "number 4 would fit, and must not pass number 3"
     scheduler.remove(1)
     assert scheduler.admit()[0] == 3
+
+
+def test_other_room_than_that_of_tokens_limits_admission_but_never_the_only_job() -> None:
+    scheduler = Scheduler(Limits(3, 9, 60 * BLOCK, 64, 64, BLOCK))
+    for id in (1, 2, 3):
+        scheduler.add(id, 9, 30)
+    assert scheduler.admit(0) == (1,) and scheduler.admit(0) == ()
+    assert scheduler.admit(1) == (2,) and scheduler.admit(None) == (3,)

@@ -437,3 +437,25 @@ def test_an_error_in_a_wave_reaches_the_lease(queue: ReadQueue, tmp_path: Path) 
                     time.sleep(0.02)
             assert queue.stats()["failed"] - failed == 1
             take_all(residency, cut, 0, [0, 1, 2, 3, 4, 5, 6])
+
+
+# What is held.
+
+
+def test_what_is_held_stays_and_leaves_room(store: RecordFile, queue: ReadQueue) -> None:
+    """Held experts outlive a flood of demand; two slots stay for others; letting go lets them leave."""
+    with Residency(store, queue, path="hot", slots=6) as residency:
+        assert residency.hold("me", 0, [1, 2, 3, 4, 5], 2) == 4
+        residency.settle_holds()
+        assert residency.resident(0) == {1, 2, 3, 4}
+        for expert in range(6, 16):
+            take_all(residency, store, 0, [expert])
+        assert {1, 2, 3, 4} <= residency.resident(0)
+        before = reads_of(queue)
+        assert take_all(residency, store, 0, [4, 1, 3])[0] == [4, 1, 3] and reads_of(queue) == before
+        assert residency.hold("you", 0, [3, 9], 2) == 1, "one that is held already needs no slot"
+        assert residency.hold("me", 0, [], 2) == 0 and residency.hold("you", 0, [], 2) == 0
+        for expert in range(6, 16):
+            take_all(residency, store, 0, [expert])
+        assert not {1, 2, 4} & residency.resident(0)
+        check_books(residency)

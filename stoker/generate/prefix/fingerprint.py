@@ -21,7 +21,7 @@ def dependencies(runtime: Any) -> dict[str, Any]:
     return {
         "store": runtime.store.fingerprint,
         "adapter": getattr(runtime, "adapter_fingerprint", None),
-        "routing": getattr(options, "routing", "exact"),
+        "routing": _routing(runtime),
         "activation_bits": options.activation_bits,
         "fuse": options.fuse,
         "kv": None if shape is None else [shape.layers, shape.kv_heads, shape.head_dim],
@@ -29,6 +29,12 @@ def dependencies(runtime: Any) -> dict[str, Any]:
         "layout": LAYOUT,
         "software": software(),
     }
+
+
+def _routing(runtime: Any) -> Any:
+    """What chose the experts, with everything that changes the choice."""
+    rule = getattr(runtime, "rule", None)
+    return "gate" if rule is None else rule.about()
 
 
 def fingerprint_of(runtime: Any) -> bytes:
