@@ -83,7 +83,7 @@ class Lane:
         return Lane(self.cache.copy() if self.cache else None, self.tokens, self.range_sum)
 
     def route(
-        self, scores_TE: NDArray[np.floating], chosen: int, options: CacheAwareOptions, first: int, resident_E: Any
+        self, scores_TE: NDArray[Any], chosen: int, options: CacheAwareOptions, first: int, resident_E: Any
     ) -> Ints:
         """The experts of the next T tokens, int64 [T, K], best score first; tokens before row `first` keep their own.
 

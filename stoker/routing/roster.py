@@ -11,6 +11,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +104,7 @@ class Roster:
         other.detector, other.repinned = copy(self.detector), list(self.repinned)
         return other
 
-    def route(self, scores_TE: NDArray[np.floating]) -> Ints:
+    def route(self, scores_TE: NDArray[Any]) -> Ints:
         """The experts of the next T tokens, int64 [T, K], by falling (biased) score; equal scores: lower id first.
 
         scores: what the layer's own rule selects by, real [T, E]: logits, or probabilities with their correction.
