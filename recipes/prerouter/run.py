@@ -1,6 +1,6 @@
 """What prerouting costs on a testbed, and what each stage of training gives back: the ablation, row by row.
 
-    python -m recipes.prerouter.run e32k4 [--only all|key] [--minutes 40]
+    python -m recipes.prerouter.run e32k4 [--only NAME] [--seeds 0] [--minutes 40]
 
 Resumable: every stage of every row is a training run of its own under models/prerouter, which goes on where it was
 stopped; results.json is written after each row. Rows that share their first stages share those runs. All rows are
@@ -89,9 +89,12 @@ def rows(chosen: int, layers: int) -> Iterator[Row]:
         for count in (1, 2, 3):
             yield Row(", ".join(THREE[:count]), THREE[:count], seed=seed)
     yield Row("LoRA without prerouter", ("sft", "distill"), heads=False)
+    yield Row("LoRA without prerouter: sft", ("sft",), heads=False)
+    yield Row("heads, then sft jointly", ("heads", "sft-joint"))
     yield Row("heads, then all jointly", ("heads", "sft-joint", "distill-joint"))
     yield Row("heads by set loss", ("heads-set",))
     yield Row("first layers keep their gate: heads", ("heads",), owners=f"2-{layers - 2}")
+    yield Row("first layers keep their gate: heads, sft", THREE[:2], owners=f"2-{layers - 2}")
     yield Row("first layers keep their gate: all three", THREE, owners=f"2-{layers - 2}")
     for k in fewer:
         yield Row("untrained heads", k=k)
@@ -207,6 +210,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after so many")
     parser.add_argument("--rows", type=int, default=1000, help="only the first ones")
     parser.add_argument("--seeds", default="0,1,2", help="only rows of these")
+    parser.add_argument("--only", help="rows whose name contains this")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -222,6 +226,8 @@ def main() -> None:
     config = json.loads((Path("recipes/testbed") / options.testbed / "config.json").read_text())
     for row in list(rows(config["num_experts_per_tok"], config["num_hidden_layers"]))[: options.rows]:
         if row.key in entry["rows"] or str(row.seed) not in options.seeds.split(","):
+            continue
+        if options.only and options.only not in row.name:
             continue
         if time.monotonic() - started > 60 * options.minutes:
             break

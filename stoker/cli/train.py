@@ -192,7 +192,7 @@ def everything(
     out: Out,
     k: K = None,
     owners: Owners = None,
-    steps: Steps = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 80, sft 40, distill 12).")] = None,
     sequences: Sequences = 8,
     sequence_tokens: SequenceTokens = 256,
     seed: Seed = 0,
@@ -203,7 +203,7 @@ def everything(
     """Heads, then LoRA on text, then distillation, then what it costs on held-out text: one command."""
     _run(
         ["heads", "sft", "distill"], store, out, [text], {"sequences": sequences, "seed": seed},
-        k=k, owners=owners, steps=steps, sequence_tokens=sequence_tokens, teacher=teacher, memory=memory,
+        k=k, owners=owners, steps=steps, quick=True, sequence_tokens=sequence_tokens, teacher=teacher, memory=memory,
         threads=threads,
     )  # fmt: skip
 

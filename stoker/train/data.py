@@ -169,8 +169,6 @@ def _read(file: Path, tokenizer: Any) -> tuple[np.ndarray, list[tuple[list[int],
         raise OptionError(what, where=str(file), expected="an existing file: " + ", ".join(SUFFIXES))
     if file.suffix == ".npy":
         return np.load(file, mmap_mode="r"), []
-    if tokenizer is None:
-        raise OptionError("the store has no tokenizer", where=str(file), remedy="give token ids as .npy files")
     if file.suffix == ".txt":
         return _closed(tokenizer, [file.read_text(encoding="utf-8")]), []
     documents, rows = [], []
@@ -203,6 +201,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _answered(tokenizer: Any, entry: dict[str, Any]) -> tuple[list[int], int]:
     """A prompt given as text or as messages, and its answer."""
+    _need(tokenizer)
     prompt = entry["prompt"]
     if not isinstance(prompt, str):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
@@ -213,6 +212,12 @@ def _answered(tokenizer: Any, entry: dict[str, Any]) -> tuple[list[int], int]:
 
 def _closed(tokenizer: Any, documents: Sequence[str]) -> np.ndarray:
     """Documents one after the other, each closed by the end token where the tokenizer has one."""
+    _need(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts = tokenizer(list(documents), add_special_tokens=False)["input_ids"]
     return np.array([token for part in parts for token in (*part, *end)], dtype=np.int64)
+
+
+def _need(tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise OptionError("the store has no tokenizer for text", where="TEXT", remedy="give token ids: .npy files")

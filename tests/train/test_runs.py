@@ -71,7 +71,11 @@ def test_two_processes_train_as_one(packed: Packer, text: Path, tmp_path: Path) 
         port = probe.getsockname()[1]
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
-    for stage, more in (("heads", []), ("sft", []), ("distill", ["--answer-tokens", "8", "--prompt-tokens", "4"])):
+    for stage, more in (
+        ("heads", []),
+        ("sft", []),
+        ("distill", ["--answer-tokens", "8", "--prompt-tokens", "4", "--k", "1"]),
+    ):
         one = run(command(stage, store, tmp_path / f"one-{stage}", text, 5, *more))
         assert one.returncode == 0, one.stderr
         two = run([*launch, *command(stage, store, tmp_path / f"two-{stage}", text, 5, *more)], CUDA_VISIBLE_DEVICES="")
