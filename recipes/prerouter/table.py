@@ -39,12 +39,15 @@ def _one(name: str, entry: dict[str, Any]) -> str:
         "| | K | perplexity | to int4 exact | 95% | slots named right | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [_line(*key, rows) for key, rows in groups.items()]
+    exact = next((row["perplexity"] for row in entry["rows"].values() if row["name"] == "int4 exact"), None)
+    lines += [_line(*key, rows, exact) for key, rows in groups.items()]
     return "\n".join(lines)
 
 
-def _line(name: str, k: int, owners: str, rows: list[dict[str, Any]]) -> str:
+def _line(name: str, k: int, owners: str, rows: list[dict[str, Any]], perplexity_exact: float | None) -> str:
     first = rows[0]
+    if first["bits"] == 16 and perplexity_exact:  # measured before int4 was: not paired
+        return f"| {name} | {k} | {first['perplexity']:.2f} | {first['perplexity'] / perplexity_exact:.3f} | | | 1 |"
     exact = [row["to_int4_exact"]["ratio"] for row in rows]
     spread = (
         f"{exact[0]:.3f}" if len(rows) == 1 else f"{sum(exact) / len(exact):.3f} ({min(exact):.3f} to {max(exact):.3f})"
