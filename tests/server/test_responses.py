@@ -24,6 +24,11 @@ TOOLS: Any = [
         },
     }
 ]
+GREET = {
+    "type": "function",
+    "name": "greet",
+    "parameters": {"type": "object", "properties": {"loud": {"type": "boolean"}}, "required": ["loud"]},
+}
 TEXT = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
 
 
@@ -89,6 +94,28 @@ def test_a_conversation_of_function_calls(client: openai.OpenAI) -> None:
     assert [item.type for item in named.output] == ["function_call"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_in_a_namespace(client: openai.OpenAI, stream: bool) -> None:
+    """As Codex groups its own: a call says from which namespace it is, and may come back so."""
+    tools: Any = [{"type": "namespace", "name": "people", "description": "Of people", "tools": [GREET]}]
+    more: dict[str, Any] = {"tools": tools, "tool_choice": "required", "max_output_tokens": 60}
+    if stream:
+        events = list(ask(client, stream=True, **more))
+        output = events[-1].response.output
+        added = next(event for event in events if event.type == "response.output_item.added")
+        assert added.item.namespace == "people"
+    else:
+        output = ask(client, **more).output
+    (call,) = [item for item in output if item.type == "function_call"][:1]
+    assert (call.name, call.namespace) == ("greet", "people")
+    again = [
+        {"role": "user", "content": "Greet Ada."},
+        {"type": "function_call", "call_id": call.call_id, "name": "greet", "arguments": "{}", "namespace": "people"},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "done"},
+    ]
+    assert ask(client, input=again, tools=tools, max_output_tokens=16).status in ("completed", "incomplete")
+
+
 def test_formats(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
@@ -113,6 +140,12 @@ def test_formats(client: openai.OpenAI) -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": []}]}, "tools[0].tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [GREET, {"type": "function", "name": "no name"}]}]},
+            "tools[0].tools[1].name",
+        ),
+        ({"tools": [{"type": "function", "name": "f", "tools": [GREET]}]}, "tools[0].tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

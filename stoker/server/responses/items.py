@@ -4,7 +4,7 @@ Pure: parts in, events out; the same events make the whole response. Knows no HT
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.generate.answers.parts import Content, Part, Reasoning, ToolArguments, ToolStart
@@ -15,11 +15,12 @@ _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class Items:
-    """The items so far; the last one is open until `close`. sealed: reasoning goes out sealed too."""
+    """The items so far; the last one is open until `close`. sealed: reasoning goes out sealed too. namespaces: by the
+    names of functions that are in one."""
 
-    def __init__(self, *, sealed: bool = False) -> None:
+    def __init__(self, *, sealed: bool = False, namespaces: Mapping[str, str] | None = None) -> None:
         self.output: list[dict[str, Any]] = []
-        self._sealed, self._open = sealed, False
+        self._sealed, self._open, self._namespaces = sealed, False, namespaces or {}
 
     def push(self, part: Part) -> Iterator[Event]:
         """The events that a part is."""
@@ -32,7 +33,8 @@ class Items:
                 yield from self._say("output_text", "response.output_text.delta", text)
             case ToolStart(_, call_id, name):
                 yield from self.close()
-                yield from self._enter("function_call", call_id=call_id, name=name, arguments="")
+                among = {"namespace": self._namespaces[name]} if name in self._namespaces else {}
+                yield from self._enter("function_call", call_id=call_id, name=name, arguments="", **among)
             case ToolArguments(_, text):
                 self.output[-1]["arguments"] += text
                 yield self._event("response.function_call_arguments.delta", delta=text)

@@ -58,7 +58,7 @@ class TextConfig(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class Tool(Strict):
+class Function(Strict):
     """A function of the client's own."""
 
     type: str
@@ -66,6 +66,12 @@ class Tool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class Tool(Function):
+    """A function, or a namespace of several (Codex groups its own so). A call says which namespace it is from."""
+
+    tools: Annotated[list[Function], Field(max_length=MOST_TOOLS)] | None = None
 
 
 class ToolChoice(Strict):
@@ -125,7 +131,7 @@ def to_turn(asked: ResponsesRequest, settings: Settings) -> Turn:
     effort = asked.reasoning.effort if asked.reasoning else None
     return Turn(
         messages(asked, settings),
-        tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ())),
+        tools=tuple(_tool(tool, where) for where, _, tool in functions(asked)),
         tool_choice=asked.tool_choice.name
         if isinstance(asked.tool_choice, ToolChoice)
         else asked.tool_choice or "auto",
@@ -148,11 +154,27 @@ def _format(asked: Format | None) -> JsonObject | JsonSchema | None:
     return JsonSchema(asked.schema_, asked.name or "response", asked.strict is not False)
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def functions(asked: ResponsesRequest) -> list[tuple[str, str | None, Function]]:
+    """The functions that may be called, in order: (where each stands, its namespace, itself)."""
+    found: list[tuple[str, str | None, Function]] = []
+    for index, tool in enumerate(asked.tools or ()):
+        where = f"tools[{index}]"
+        if tool.type == "namespace":
+            if tool.parameters is not None or not tool.tools:
+                raise refused(f"{where}.tools", "a namespace holds functions, at least one, and has no parameters")
+            found += [(f"{where}.tools[{place}]", tool.name, inner) for place, inner in enumerate(tool.tools)]
+        elif tool.tools is not None:
+            raise refused(f"{where}.tools", "only a namespace holds tools", got=tool.type[:40])
+        else:
+            found.append((where, None, tool))
+    return found
+
+
+def _tool(tool: Function, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise RequestError(
             f"tools of type {tool.type[:40]!r} are not supported: this server runs no tools", field=f"{where}.type",
-            code="unsupported_field", expected="function",
+            code="unsupported_field", expected="function, or a namespace of functions",
         )  # fmt: skip
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
     if tool.parameters is not None:

@@ -22,7 +22,7 @@ from stoker.server.limits import parse, read_body
 from stoker.server.openapi import json_body
 from stoker.server.registry import Registry
 from stoker.server.responses.items import Items
-from stoker.server.responses.request import ResponsesRequest, refuse_unsupported, to_turn
+from stoker.server.responses.request import ResponsesRequest, functions, refuse_unsupported, to_turn
 from stoker.server.service import Answer, Service
 from stoker.server.settings import Settings
 from stoker.server.sse import EventStream, data
@@ -30,7 +30,6 @@ from stoker.server.turn import Turn, prepare, renamed
 
 # What a turn calls fields, and what they are called here.
 _NAMES = {
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
     "format": "text.format.schema",
     "messages": "input",
     "thinking_tokens": "reasoning.effort",
@@ -63,7 +62,7 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
         asked = parse(ResponsesRequest, body)
         service = await registry.get(asked.model)
         turn = to_turn(asked, settings)
-        job, parser = await service.work(_prepare, service, turn)
+        job, parser = await service.work(_prepare, service, turn, [where for where, *_ in functions(asked)])
         reply = Reply(service, asked, job, parser)
         answer = service.run(job)
         if asked.stream:
@@ -73,11 +72,13 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
     return routes
 
 
-def _prepare(service: Service, turn: Turn) -> tuple[Job, AnswerParser]:
+def _prepare(service: Service, turn: Turn, places: list[str]) -> tuple[Job, AnswerParser]:
+    """places: where each of the turn's tools stands in the request."""
     try:
         return prepare(service, turn)
     except OptionError as error:
-        raise renamed(error, _NAMES) from error.__cause__
+        tools = {rf"tools\[{index}\]\.function": where for index, where in enumerate(places)}
+        raise renamed(error, _NAMES | tools) from error.__cause__
 
 
 class Reply:
@@ -86,7 +87,8 @@ class Reply:
     def __init__(self, service: Service, asked: ResponsesRequest, job: Job, parser: AnswerParser) -> None:
         self._service, self._asked, self._job, self._parser = service, asked, job, parser
         self._id, self._created = "resp_" + secrets.token_hex(12), int(time.time())
-        self._items = Items(sealed=bool(asked.include))
+        among = {function.name: name for _, name, function in functions(asked) if name is not None}
+        self._items = Items(sealed=bool(asked.include), namespaces=among)
         self._number = 0
         self._reasoning_tokens = self._undecided_tokens = 0
 
@@ -162,7 +164,7 @@ class Reply:
             "temperature": self._job.request.sampling.temperature,
             "text": {"format": _format(asked)},
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
+            "tools": [tool.model_dump(exclude=None if tool.tools else {"tools"}) for tool in asked.tools or ()],
             "top_p": self._job.request.sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage(result) if result is not None else None,
