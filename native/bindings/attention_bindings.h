@@ -81,6 +81,11 @@ inline void bind_attention(nanobind::module_& m) {
       .def("forward", [](const AttentionLayer& layer, const AttentionStep& step, uintptr_t x, uintptr_t out) {
         return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out)));
       }, "step"_a, "x"_a, "out"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("forward_added", [](const AttentionLayer& layer, const AttentionStep& step, uintptr_t x, uintptr_t out, uintptr_t qkv,
+                               uintptr_t mixed) {
+        const AttentionAdded added{reinterpret_cast<const float*>(qkv), reinterpret_cast<float*>(mixed)};
+        return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), added));
+      }, "step"_a, "x"_a, "out"_a, "qkv"_a, "mixed"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", [](const AttentionLayer& layer, int64_t T) { return attention_scratch_bytes(layer, T); }, "T"_a);
   m.def("make_attention", &make_attention, "q"_a, "k"_a, "v"_a, "o"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rotary_dim"_a,
         "layer"_a, "n_layers"_a, "scale"_a, "norm"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "unit_offset"_a, "output_gate"_a,

@@ -60,8 +60,8 @@ void cut_tiles(const AttentionStep& s, int64_t max_tokens, std::vector<Tile>& ti
 // One call: the phases of a region in order. Every thread of the region runs run(); queues hand out what is uneven.
 class Block {
  public:
-  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, Workspace& w)
-      : layer_(layer), step_(step), x_(x), out_(out), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
+  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, const AttentionAdded& added, Workspace& w)
+      : layer_(layer), step_(step), x_(x), out_(out), added_(added), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
     qkv_ = reinterpret_cast<float*>(w.qkv.reserve(step.T * stride_ * 4));
     mixed_ = reinterpret_cast<float*>(w.mixed.reserve(step.T * layer.q_width() * 4));
     factors_ = reinterpret_cast<float*>(w.factors.reserve(step.T * 2 * 4));
@@ -79,6 +79,10 @@ class Block {
     pool().barrier();
     attend();
     pool().barrier();
+    if (added_.mixed != nullptr) {
+      const int64_t floats = step_.T * layer_.q_width(), from = floats * thread / n;
+      std::copy(mixed_ + from, mixed_ + floats * (thread + 1) / n, added_.mixed + from);
+    }
     w_.heads.encode(mixed_, layer_.q_width(), thread, n);
     pool().barrier();
     multiply_in_region(layer_.o, w_.heads.rows(), out_, layer_.o.rows, queues_[3]);
@@ -133,6 +137,10 @@ class Block {
     multiply_in_region(layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_, queues_[0]);
     multiply_in_region(layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_, queues_[1]);
     multiply_in_region(layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_, queues_[2]);
+    pool().barrier();
+    if (added_.qkv == nullptr) return;
+    const int64_t floats = step_.T * stride_;
+    for (int64_t i = floats * thread / n; i < floats * (thread + 1) / n; ++i) qkv_[i] += added_.qkv[i];
     pool().barrier();
   }
 
@@ -218,6 +226,7 @@ class Block {
   const AttentionStep& step_;
   const float* x_;
   float* out_;
+  const AttentionAdded& added_;
   Workspace& w_;
   const AttentionOps& ops_;
   int64_t stride_;  // floats between tokens in qkv_
@@ -243,11 +252,12 @@ const AttentionOps& attention_ops() {
   return kAttentionPortable;
 }
 
-AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out) {
+AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out,
+                                  const AttentionAdded& added) {
   const AttentionStatus status = check(step);
   if (status != AttentionStatus::ok || step.T == 0) return status;
   thread_local Workspace workspace;
-  Block block(layer, step, x, out, workspace);
+  Block block(layer, step, x, out, added, workspace);
   pool().run([&](int thread, int n) { block.run(thread, n); }, block.alone());
   return block.overflowed() ? AttentionStatus::half_overflow : AttentionStatus::ok;
 }

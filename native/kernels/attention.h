@@ -55,8 +55,15 @@ enum class AttentionStatus : int {
   bad_block = 4,       // a negative block number within a sequence's positions; nothing was computed
 };
 
+// What a caller adds to a block's projections: low-rank adapters live outside of it.
+struct AttentionAdded {
+  const float* qkv = nullptr;  // [T, rows of q + k + v], added to the projections before norms and rotation; or null
+  float* mixed = nullptr;      // [T, n_heads * head_dim], where to leave the heads' outputs (o's input); or null
+};
+
 // x [T, D], out [T, rows of o]; dense f32. out may not be x.
-AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out);
+AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out,
+                                  const AttentionAdded& added = {});
 
 // Scratch of the calling thread for T tokens, the encoded activations of the projections not counted.
 int64_t attention_scratch_bytes(const AttentionLayer& layer, int64_t T);

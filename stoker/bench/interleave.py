@@ -150,7 +150,11 @@ def _command(plan: Plan, variant: Variant, ids: str) -> list[str]:
         flags = [] if variant.mmap else ["--no-mmap"]
         return [plan.peer_python, worker.__file__, "llama", variant.model, *common, *flags]
     options = variant.options
-    named = [name for name in ("memory", "path", "policy", "depth", "prefetch") if options.get(name) is not None]
+    named = [
+        name
+        for name in ("memory", "path", "policy", "depth", "prefetch", "routing", "adapter")
+        if options.get(name) is not None
+    ]
     flags = [word for name in named for word in (f"--{name}", str(options[name]))]
     flags += [] if variant.direct else ["--buffered"]
     flags += ["--warm"] if plan.preload else []

@@ -46,6 +46,8 @@ class Request:
     preload: bool = False
     routes: Path | None = None
     route_weights: str = "own"
+    routing: str | None = None
+    adapter: str | None = None
     vs_paths: tuple[str, ...] = ()
     vs_policies: tuple[str, ...] = ()
     peer: str | None = None
@@ -76,8 +78,8 @@ def build(request: Request) -> tuple[Plan, dict[str, Any]]:
         "depth": request.depth,
         "direct": not request.buffered,
     }
-    if request.prefetch is not None:
-        base["prefetch"] = request.prefetch
+    given = (("prefetch", request.prefetch), ("routing", request.routing), ("adapter", request.adapter))
+    base |= {name: value for name, value in given if value is not None}
     variants: tuple[Variant, ...] = stoker_variants(request.model, base, request.vs_paths, request.vs_policies)
     _check_names(variants)
     if request.peer is not None:
@@ -177,6 +179,12 @@ def _refuse_without_effect(request: Request) -> None:
     """Raises OptionError for an option that was given and would do nothing, or that contradicts another."""
     given = set(request.given)
     clashes = [
+        (
+            request.routes and (request.routing or request.adapter),
+            "--routes",
+            "recorded routes leave no other a say",
+            "drop --routes, or --routing and --adapter",
+        ),
         (request.peer and request.routes, "--routes", "the peer chooses its own experts", "drop --vs or --routes"),
         (
             request.peer and peer_variant(request.peer, mmap=True) and not request.peer_python,

@@ -268,6 +268,7 @@ def _engine(options: argparse.Namespace) -> Engine:
     }
     if options.prefetch is not None:
         chosen["prefetch"] = options.prefetch
+    chosen |= {"routing": options.routing, "adapter": options.adapter}
     return StokerEngine(
         options.model, chosen, preload=options.warm, routes=options.routes, route_weights=options.route_weights
     )
@@ -290,6 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--buffered", action="store_true", help="stoker: read through the page cache")
     parser.add_argument("--routes", help="stoker: follow the routes of this file")
     parser.add_argument("--route-weights", default="own")
+    parser.add_argument("--routing", help="stoker: who chooses experts")
+    parser.add_argument("--adapter", help="stoker: heads, LoRA or both")
     parser.add_argument("--no-mmap", action="store_true", help="llama.cpp: read the weights into memory (and repack)")
     parser.add_argument("--activation-bits", type=int, default=16, help="stoker: rounding of the kernels' inputs")
     parser.add_argument("--untouched", action="store_true", help="stoker: leave the slots' pages to the first reads")

@@ -72,6 +72,8 @@ def bench(
     route_weights: Annotated[
         str, typer.Option(metavar="own|uniform", help="Weights of replayed experts.", rich_help_panel=_WORK)
     ] = "own",
+    routing: common.Routing = None,
+    adapter: common.Adapter = None,
     repeats: Annotated[
         int, typer.Option("--repeats", "-r", min=1, help="Rounds; each loads every variant afresh.")
     ] = 3,
@@ -109,7 +111,8 @@ def bench(
     request = Request(
         model=model, memory=memory, path=path, policy=policy, threads=threads, ctx_size=ctx_size, depth=depth,
         prefetch=prefetch, buffered=buffered, prompt=prompt, decode=decode, warmup=warmup, repeats=repeats,
-        seed=seed, ids=ids, preload=preload, routes=routes, route_weights=route_weights, vs_paths=tuple(vs_path or ()),
+        seed=seed, ids=ids, preload=preload, routes=routes, route_weights=route_weights,
+        routing=routing, adapter=adapter, vs_paths=tuple(vs_path or ()),
         vs_policies=tuple(vs_policy or ()), peer=vs, peer_python=llama_python, peer_in_memory=no_mmap,
         read_ahead_kib=read_ahead, trace=trace, given=_given(context),
     )  # fmt: skip

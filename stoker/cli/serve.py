@@ -81,6 +81,13 @@ PrefixCache = Annotated[
     Path | None,
     typer.Option("--prefix-cache", metavar="DIR", help="Keep prefixes on disk here too.", rich_help_panel=_CACHE),
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora", metavar="NAME=DIR", rich_help_panel=common._ROUTING,
+        help="A LoRA that a request may ask for, as model MODEL:NAME. May be repeated.",
+    ),
+]  # fmt: skip
 PrefixCacheSize = Annotated[
     str | None,
     typer.Option(
@@ -123,6 +130,7 @@ def serve(
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
+    lora: Lora = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     temperature: common.Temperature = None,
@@ -153,9 +161,10 @@ def serve(
     if trace is not None and (len(models) > 1 or keep_alive is not None):
         what = "one trace holds one model from its start to its end"
         raise OptionError(what, where="--trace", remedy="serve one model, without --keep-alive")
-    if adapter is not None and len(models) > 1:
+    loras = named_loras(lora or [])
+    if (adapter is not None or loras) and len(models) > 1:
         what = "an adapter belongs to one model"
-        raise OptionError(what, where="--adapter", remedy="serve one model, or leave out --adapter")
+        raise OptionError(what, where="--adapter, --lora", remedy="serve one model, or leave them out")
     if prefix_cache_size is not None and prefix_cache is None:
         what = "there is no directory to which it could apply"
         raise OptionError(what, where="--prefix-cache-size", remedy="give --prefix-cache DIR too")
@@ -166,9 +175,10 @@ def serve(
     sock = wire.bind(host, port)
     share_arenas()
     _log_to_stderr()
-    loading = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
+    loading: dict[str, Any] = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}
     loading |= common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    loading["loras"] = loras
     size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
     common.quiet_transformers()
     # Everything that will be imported counts as the process's own when the budget is divided.
@@ -203,6 +213,17 @@ def model_names(models: list[str], aliases: list[str]) -> list[tuple[str, ...]]:
     return [tuple(one) for one in names]
 
 
+def named_loras(given: list[str]) -> tuple[tuple[str, str], ...]:
+    """NAME=DIR as pairs. Raises OptionError for another form and for a name that comes twice."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, directory = text.partition("=")
+        if not name or not equals or not directory or ":" in name or name in found:
+            raise OptionError("not a LoRA", where="--lora", expected="NAME=DIR, each name once, no colon", got=text)
+        found[name] = directory
+    return tuple(found.items())
+
+
 def _registry(
     models: list[str],
     names: list[tuple[str, ...]],
@@ -223,7 +244,7 @@ def _registry(
     specs = []
     for model, own in zip(models, names, strict=True):
         cost = None if len(models) == 1 else price(model, **_priced(model_options(loading, batching)))
-        specs.append(Spec(own, model, cost, _about(model, cost)))
+        specs.append(Spec(own, model, cost, _about(model, cost), tuple(name for name, _ in loading["loras"])))
     keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(models) > 1 else keep_alive
     load = loader(settings, loading, batching)
     registry = Registry(

@@ -69,8 +69,15 @@ class Batcher:
 
         Raises OptionError (ContextError when it does not fit), QueueFull, Closing.
         """
+        if job.adapter is not None and job.adapter not in self._runtime.mode.named:
+            known = ", ".join(self._runtime.mode.named) or "none"
+            raise OptionError("there is no such adapter here", where="adapter", expected=known, got=job.adapter)
         output = Output(
-            self._runtime, job.request, constraint=job.constraint, skip_special_tokens=job.skip_special_tokens
+            self._runtime,
+            job.request,
+            constraint=job.constraint,
+            skip_special_tokens=job.skip_special_tokens,
+            adapter=job.adapter,
         )
         with self._wake:
             if self._error is not None:
@@ -189,7 +196,8 @@ class Batcher:
         return rule is None or rule.recompute_tokens is not None
 
     def _begin(self, ticket: Ticket) -> None:
-        ticket.sequence = sequence = self._runtime.new_sequence()
+        own = () if ticket.job.adapter is None else (ticket.job.adapter,)
+        ticket.sequence = sequence = self._runtime.new_sequence(*own)
         sequence.prompt_tokens = len(ticket.job.request.prompt_ids)
         if getattr(sequence, "routing", None) is not None:
             sequence.routing.expect(sequence.prompt_tokens, sequence.prompt_tokens + ticket.output.limit_tokens)

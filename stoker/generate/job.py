@@ -35,13 +35,15 @@ class Job:
     """One request with what surrounds it.
 
     skip_special_tokens: False where marks of tools or reasoning are special tokens that a parser must see. cache:
-    whether the prefix cache may be used and fed.
+    whether the prefix cache may be used and fed. adapter: the name of a LoRA that the model was loaded with; None: the
+    model's own.
     """
 
     request: Request
     constraint: Constraint | None = None
     skip_special_tokens: bool = True
     cache: bool = True
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Output:
         *,
         constraint: Constraint | None = None,
         skip_special_tokens: bool = True,
+        adapter: str | None = None,
     ) -> None:
         self.request = request
         self.limit_tokens = request.limit_tokens(runtime.ctx_size)
@@ -40,7 +41,7 @@ class Output:
         self.cached_tokens = self.computed_tokens = 0  # of the prompt
         self.prefill_ns = self.ttft_ns = 0
         self.step_ns: list[int] = []  # what each token after the first took
-        self._routing = runtime.mode.about()
+        self._routing = runtime.mode.about(adapter)
         self._ends = frozenset(() if request.ignore_eos else runtime.eos_token_ids)
         self._sampler = Sampler(request.sampling, runtime.vocab_size, request.prompt_ids)
         self._constraint = constraint

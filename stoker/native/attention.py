@@ -109,6 +109,8 @@ class Attention:
         if sinks is not None:
             _check_f32("sinks", sinks, (n_heads,))
         self.rotary_dim, self.width, self.out_width = rotary_dim, q.cols, o.rows
+        self.projections = (q.rows, k.rows, v.rows)
+        self.projected_width, self.mixed_width = q.rows + k.rows + v.rows, n_heads * head_dim
         self._held = (q, k, v, o, q_norm, k_norm, sinks)
         self._native = _kernels.make_attention(
             q.native,
@@ -150,6 +152,8 @@ class Attention:
         pos_of_token: Tensor,
         start_of_seq: Tensor,
         out_TD: Tensor,
+        qkv_added: Tensor | None = None,
+        mixed: Tensor | None = None,
     ) -> None:
         """Append the keys and values of T tokens to the cache and write the block's output to `out` (not x).
 
@@ -158,6 +162,8 @@ class Attention:
         start_of_seq: int32 [B], the first position that a sequence's tokens see. A sequence's earlier positions are in
         the cache or in this call. The tensors that layers share are checked once a step: pass the same objects to every
         layer, and do not resize them in between.
+        qkv_added: f32 [T, rows of q, k and v], added to the projections. mixed: f32 [T, n_heads * head_dim], filled
+        with what o is applied to. Adapters use both.
         Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was
         computed), StokerError (a finite key or value beyond half precision; out and the cache hold infinities).
         """
@@ -178,9 +184,24 @@ class Attention:
             _check_f32("x", x_TD, (step.n_tokens, self.width))
         if out_TD.shape != (step.n_tokens, self.out_width) or out_TD.dtype is not _f32 or not out_TD.is_contiguous():
             _check_f32("out", out_TD, (step.n_tokens, self.out_width))
-        status = self._native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr())
+        if qkv_added is None and mixed is None:
+            status = self._native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr())
+        else:
+            status = self._forward_added(step, x_TD, out_TD, qkv_added, mixed)
         if status != _OK:
             _raise(status)
+
+    def _forward_added(
+        self, step: "_Step | _NoStep", x_TD: Tensor, out_TD: Tensor, qkv_added: Tensor | None, mixed: Tensor | None
+    ) -> int:
+        for name, tensor, width in (("qkv_added", qkv_added, self.projected_width), ("mixed", mixed, self.mixed_width)):
+            if tensor is not None:
+                _check_f32(name, tensor, (step.n_tokens, width))
+        assert step.native is not None
+        if not hasattr(self._native, "forward_added"):
+            raise StokerError("the native extension is older than this code", remedy="build and install stoker again")
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (qkv_added, mixed)]
+        return self._native.forward_added(step.native, x_TD.data_ptr(), out_TD.data_ptr(), *addresses)
 
 
 class _Step:

@@ -30,6 +30,9 @@ class Bank(Protocol):
     def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
         """float32 [T, E] for the next MoE layer and each token's successor; -1 in `before`: no predecessor."""
 
+    def choose(self, logits_TE: Tensor, rule: LayerRule, top_k: int) -> tuple[Tensor, Tensor]:
+        """`select`, perhaps faster."""
+
 
 @dataclass
 class Predictions(RouteState):
@@ -228,6 +231,11 @@ class Prerouter(RoutingRule):
 
     def _see(self, layer: int, owns: int, rows: Rows, hidden_TD: Tensor, index_TK: Tensor) -> None:
         """Keep what a head needs of this layer, and evaluate it where that is not to wait."""
+        if len(index_TK) == 1 and len(rows.spans) == 1 and (known := _single(rows.spans[0])) is not None:
+            self._seen[owns] = seen = _Seen([0], hidden_TD, index_TK, known.used[owns][None])
+            if self.early:
+                self._predict(layer, owns, seen)
+            return
         wanted: list[int] = []
         before_TK = torch.cat([torch.full_like(index_TK[:1], -1), index_TK[:-1]])
         for span in rows.spans:
@@ -248,10 +256,8 @@ class Prerouter(RoutingRule):
     def _predict(self, layer: int, owns: int, seen: _Seen) -> None:
         used = seen.used if len(seen.rows) == len(seen.used) else seen.used[seen.rows]
         logits_TE = self.bank.logits(self.bank.owners[owns], seen.hidden, used, seen.before)
-        seen.route = select(logits_TE, self._consumer_rule(layer), self.top_k)
-
-    def _consumer_rule(self, layer: int) -> LayerRule:
-        return self._layers[layer + 1].rule
+        assert self.top_k is not None
+        seen.route = self.bank.choose(logits_TE, self._layers[layer + 1].rule, self.top_k)
 
     # ---- told --------------------------------------------------------------------------------------------------------
 

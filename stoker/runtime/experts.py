@@ -197,7 +197,8 @@ class StreamedExperts:
             self.residency.stage(following.pool, following.look_ahead(hidden_TD))
         elif self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(following.pool):
             likely = following.look_ahead(hidden_TD, share=0.5)
-            self.residency.prefetch(following.pool, likely, limit=self.prefetch)
+            if likely:
+                self.residency.prefetch(following.pool, likely, limit=self.prefetch)
 
     def stage_coming(self) -> None:
         """Read what the rule knows of this layer's next step, behind all demand. `self.waits` stays where it knows

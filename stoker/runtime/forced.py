@@ -13,7 +13,8 @@ from torch import Tensor
 from stoker.errors import OptionError
 from stoker.routing.rule import Rows, Span
 from stoker.runtime.kv import PagedSequence
-from stoker.runtime.step import Part
+from stoker.runtime.modes import DEFAULT_LORA
+from stoker.runtime.step import ALL_ROWS, Part
 
 if TYPE_CHECKING:
     from stoker.runtime.model import Runtime
@@ -48,6 +49,8 @@ def _together(runtime: Runtime, ids_BT: Tensor, masks: Masks, prompt_tokens: int
                 state.expect(answer_from, last - first)
             spans.append(Span(row * width + first, row * width + last, 0, answer_from, state))
         runtime.step.rows = Rows(runtime.step.index + 1, tuple(spans))
+    if DEFAULT_LORA in runtime.mode.loras and not gate:
+        runtime.step.lora = ((0, ALL_ROWS, DEFAULT_LORA),)
     mask_BT = None if masks[0] is None else torch.stack([mask for mask in masks if mask is not None])
     return runtime._forward(ids_BT, None, None, attention_mask=mask_BT, use_cache=False)
 

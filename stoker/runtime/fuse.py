@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from stoker.errors import StokerError
 from stoker.native import attention, kernels
-from stoker.quant.formats import MatrixSpec, WeightFormat
-from stoker.quant.reference import quantize
 from stoker.routing.select import LayerRule, one_by_one, select
 from stoker.runtime.kv import BLOCK_TOKENS, KVPool, KVShape
-from stoker.runtime.linear import QuantLinear
+from stoker.runtime.linear import QuantLinear, plain_matrix
+from stoker.runtime.lora import AttentionLora
 from stoker.runtime.step import StepContext
 
 # Attention classes of the plain form: q, k, v, optional norms, half-split rotary, causal softmax, o.
@@ -76,20 +75,12 @@ class FusedRMSNorm(nn.Module):
         return attention.rms_norm(x, self.weight, self.variance_epsilon, unit_offset=self.unit_offset)
 
 
-def _plain_matrix(weight: Tensor, bias: Tensor | None = None) -> kernels.Matrix:
-    """A matrix that rounds nothing: bf16 where its weights are bf16 values (half the bytes to read), else f32."""
-    exact = torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
-    spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if exact else "f32"))
-    parts = quantize(weight.to(torch.float32), spec.format)
-    return kernels.Matrix(spec, *parts, row_bias=bias, activation_bits=16)
-
-
 class FusedRouter(nn.Module):
     """softmax, top-k, optional renormalisation: [T, D] -> logits [T, E], weights [T, K], experts [T, K]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> None:
         super().__init__()
-        self.matrix = _plain_matrix(weight, bias)
+        self.matrix = plain_matrix(weight, bias)
         self.rule = LayerRule(top_k, "softmax", renormalise)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +105,7 @@ class GroupedRouter(nn.Module):
 
     def __init__(self, gate: Any) -> None:
         super().__init__()
-        self.matrix = _plain_matrix(gate.weight.detach())
+        self.matrix = plain_matrix(gate.weight.detach())
         self.rule = LayerRule(
             gate.top_k,
             "sigmoid",
@@ -137,6 +128,7 @@ class FusedAttention(nn.Module):
     def __init__(self, block: attention.Attention, layer: int, step: StepContext) -> None:
         super().__init__()
         self.block, self.layer_idx, self.step = block, layer, step
+        self.lora: AttentionLora | None = None
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
@@ -145,6 +137,7 @@ class FusedAttention(nn.Module):
         cos_TR, sin_TR = step.turn(position_embeddings)
         flat_TD = hidden_states.view(-1, hidden_states.shape[-1])
         out_TD = torch.empty_like(flat_TD)
+        added = None if self.lora is None or not step.lora else self.lora.begin(flat_TD, step.lora)
         self.block.forward(
             flat_TD,
             cos_TR,
@@ -155,7 +148,10 @@ class FusedAttention(nn.Module):
             step.pos_of_token,
             step.start_of_seq,
             out_TD,
+            *(added or ()),
         )
+        if added is not None and self.lora is not None:
+            self.lora.end(added[1], out_TD, step.lora)
         return out_TD.view(hidden_states.shape), None
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stoker.adapter.heads import Head
-from stoker.native import kernels
-from stoker.quant.formats import MatrixSpec, WeightFormat
-from stoker.quant.reference import quantize
-from stoker.routing.select import one_by_one
+from stoker.native import attention, kernels
+from stoker.routing.select import LayerRule, one_by_one, select
+from stoker.runtime.linear import is_bf16, plain_matrix
 
 
 class NativeHeads:
@@ -30,11 +29,18 @@ class NativeHeads:
     def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
         return self._heads[owner].logits(hidden_TD, used_TK, before_TK)
 
+    def choose(self, logits_TE: Tensor, rule: LayerRule, top_k: int) -> tuple[Tensor, Tensor]:
+        """By one native call where the rule is plain softmax."""
+        if rule.score == "softmax" and rule.correction is None and rule.groups == 1 and rule.scaling == 1.0:
+            weights_TK, index_TK = attention.topk_softmax(logits_TE, top_k, rule.renormalise)
+            return index_TK, weights_TK
+        return select(logits_TE, rule, top_k)
+
 
 def heads_bytes(heads: Mapping[int, Head]) -> int:
     """What they hold in memory, for the ledger."""
     return sum(
-        tensor.numel() * (2 if _is_bf16(tensor) else 4)
+        tensor.numel() * (2 if is_bf16(tensor) else 4)
         for head in heads.values()
         for tensor in (head.fc1, head.fc2, head.linear_init)
     )
@@ -47,8 +53,8 @@ class _NativeHead:
     def __init__(self, head: Head) -> None:
         width, self.experts, self.hidden = head.width, head.experts, head.hidden
         joined = torch.cat([head.fc1, head.linear_init])
-        self._dense = _matrix(joined[:, :width])
-        self._out = _matrix(head.fc2)
+        self._dense = plain_matrix(joined[:, :width].contiguous())
+        self._out = plain_matrix(head.fc2)
         table = joined[:, width:].T.contiguous()
         self._table = torch.cat([table, torch.zeros_like(table[:1])])
 
@@ -59,13 +65,3 @@ class _NativeHead:
         both_TC += picked_TRC.cumsum(1)[:, -1]  # cumsum adds in one order whatever T is; sum does not
         inner_TH = F.gelu(one_by_one(both_TC[:, : self.hidden])).contiguous()
         return kernels.matmul(self._out, inner_TH) + both_TC[:, self.hidden :]
-
-
-def _is_bf16(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 or torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
-
-
-def _matrix(weight: Tensor) -> kernels.Matrix:
-    """bf16 where the weights are bf16 values, else f32; inputs are not rounded."""
-    spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if _is_bf16(weight) else "f32"))
-    return kernels.Matrix(spec, *quantize(weight.float().contiguous(), spec.format), activation_bits=16)

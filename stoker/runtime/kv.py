@@ -140,6 +140,7 @@ class PagedSequence:
     blocks: list[int] = field(default_factory=list)
     routing: RouteState | None = None
     prompt_tokens: int | None = None
+    adapter: str | None = None  # whose LoRA its tokens take
 
     @property
     def length(self) -> int:

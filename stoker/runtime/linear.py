@@ -9,6 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from stoker.native.kernels import Matrix, gather_rows, matmul
+from stoker.quant.formats import MatrixSpec, WeightFormat
+from stoker.quant.reference import quantize
+
+
+def plain_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """A matrix that rounds nothing: bf16 where its weights are bf16 values (half the bytes to read), else f32."""
+    spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if is_bf16(weight) else "f32"))
+    parts = quantize(weight.to(torch.float32), spec.format)
+    return Matrix(spec, *parts, row_bias=bias, activation_bits=16)
+
+
+def is_bf16(weight: Tensor) -> bool:
+    """Whether every value is one of bfloat16's."""
+    return weight.dtype == torch.bfloat16 or torch.equal(weight.to(torch.bfloat16).to(weight.dtype), weight)
 
 
 class QuantLinear(nn.Module):

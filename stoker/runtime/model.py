@@ -32,9 +32,10 @@ from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.forced import forced_logits
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
 from stoker.runtime.kv import KVPool, PagedSequence
-from stoker.runtime.modes import Mode, resolve_mode, rule_of
+from stoker.runtime.lora import install_lora
+from stoker.runtime.modes import DEFAULT_LORA, Mode, resolve_mode, rule_of
 from stoker.runtime.plan import Options, Plan, plan_run
-from stoker.runtime.routing import attach_rule, rows_of
+from stoker.runtime.routing import attach_rule, lora_rows, rows_of
 from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
 from stoker.runtime.step import Part, StepContext
@@ -57,6 +58,7 @@ def load(directory: str | FilePath, options: Options | None = None, recorder: An
     runtime = Runtime(store, model, tokenizer, options, plan, recorder)
     try:
         runtime.mode = mode
+        install_lora(model, runtime.step, mode.loras)
         rule = rule_of(mode, store)
         if rule is not None:
             runtime.follow(rule)
@@ -173,12 +175,13 @@ class Runtime:
 
     # ---- sequences -------------------------------------------------------------------------------------------------
 
-    def new_sequence(self, *, gate: bool = False) -> PagedSequence | CacheSequence:
-        """An empty sequence; close it to return its cache. gate: it keeps the gates' routes, whatever rule there is."""
+    def new_sequence(self, adapter: str | None = None, *, gate: bool = False) -> PagedSequence | CacheSequence:
+        """An empty sequence; close it to return its cache. adapter: of `Options.loras`; None: the model's own. gate: the
+        plain model, its gates' routes and no LoRA, whatever rule and adapter there are."""
+        own = DEFAULT_LORA if DEFAULT_LORA in self.mode.loras and not gate else None
         routing = None if self.rule is None or gate else self.rule.new_state()
-        if self.kv is not None:
-            return PagedSequence(self.kv, routing=routing)
-        return CacheSequence(self.config, routing=routing)
+        more: dict[str, Any] = {"routing": routing, "adapter": own if adapter is None else adapter}
+        return CacheSequence(self.config, **more) if self.kv is None else PagedSequence(self.kv, **more)
 
     def prefill(
         self, sequence: PagedSequence | CacheSequence, ids: Sequence[int], on_chunk: Callable[[int], None] | None = None
@@ -275,6 +278,8 @@ class Runtime:
         self.step.phase = "decode" if all(part.decode for part in parts) else "prefill"
         if self.rule is not None:
             self.step.rows = rows_of(parts, self.step.index + 1)
+        if self.mode.loras:
+            self.step.lora = lora_rows(parts)
 
     def _end(self) -> None:
         """The step is done and its sequences have grown."""

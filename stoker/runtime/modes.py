@@ -6,10 +6,13 @@ Everything here is decided before a weight is read. `gate` without an adapter is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stoker.adapter.adapter import Adapter, model_top_k, open_adapter
+from stoker.adapter.lora import Lora
 from stoker.errors import OptionError
 from stoker.routing.cache_aware import CacheAwareOptions, CacheAwareRule
 from stoker.routing.gate import GateRule
@@ -19,21 +22,25 @@ from stoker.routing.rosters import RosterRule
 from stoker.routing.rule import RoutingRule
 from stoker.routing.settings import RuleSettings, cache_aware_settings, check_settings, roster_settings
 from stoker.runtime.heads import NativeHeads, heads_bytes
+from stoker.runtime.lora import lora_bytes
 
 if TYPE_CHECKING:
     from stoker.runtime.plan import Options
     from stoker.store.reader import Store
 
 MODES = ("gate", "prerouter", "roster", "cache-aware")
+DEFAULT_LORA = ""  # the name by which sequences take the LoRA of `--adapter`
 
 
 @dataclass(frozen=True)
 class Mode:
-    """`routing`: the mode's name; adapter: None where there is none; settings: of the modes that have some."""
+    """`routing`: the mode's name; adapter: None where there is none; settings: of the modes that have some; named:
+    further adapters, of which the LoRA counts."""
 
     routing: str
     adapter: Adapter | None = None
     settings: RuleSettings | None = None
+    named: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def changes_output(self) -> bool:
@@ -46,16 +53,28 @@ class Mode:
     @property
     def nbytes(self) -> int:
         """What it holds in memory, for the ledger."""
-        return heads_bytes(self.adapter.heads) if self.adapter is not None and self.heads else 0
+        heads = heads_bytes(self.adapter.heads) if self.adapter is not None and self.heads else 0
+        return heads + sum(lora_bytes(lora) for lora in self.loras.values())
 
-    def about(self) -> dict[str, Any]:
-        """What is told in results, /v1/models and traces."""
-        told: dict[str, Any] = {"mode": self.routing if self.changes_output else "exact"}
-        told["lossless"] = not self.changes_output
+    @cached_property
+    def loras(self) -> dict[str, Lora]:
+        """By the name that a sequence gives."""
+        found = {name: adapter.lora for name, adapter in self.named.items()}
+        if self.adapter is not None and self.adapter.lora:
+            found[DEFAULT_LORA] = self.adapter.lora
+        return found
+
+    def about(self, name: str | None = None) -> dict[str, Any]:
+        """What is told in results, /v1/models and traces; name: of a sequence's own adapter."""
+        adapter = self.adapter if name is None else self.named[name]
+        changes = self.changes_output or adapter is not None
+        told: dict[str, Any] = {"mode": self.routing if changes else "exact", "lossless": not changes}
         if self.settings is not None:
             told["settings"] = self.settings.as_dict()
         if self.adapter is not None:
-            told |= {"top_k": self.adapter.manifest.top_k, "adapter": self.adapter.about()}
+            told["top_k"] = self.adapter.manifest.top_k
+        if adapter is not None:
+            told["adapter"] = adapter.about() | ({} if name is None else {"name": name})
         return told
 
 
@@ -77,8 +96,9 @@ def resolve_mode(store: Store, options: Options) -> Mode:
             remedy="train heads, or make untrained ones with `stoker adapter init` (docs/adapters.md)",
         )  # fmt: skip
     check_settings(routing, options)
+    named = {name: _named(name, path, store) for name, path in options.loras}
     if routing not in ("roster", "cache-aware"):
-        return Mode(routing, adapter)
+        return Mode(routing, adapter, named=named)
     if adapter is not None and adapter.manifest.top_k != model_top_k(store):
         raise OptionError(
             f"{routing} and an adapter with another number of experts a token do not go together",
@@ -88,8 +108,20 @@ def resolve_mode(store: Store, options: Options) -> Mode:
         )
     experts = min(pool.experts for pool in store.pools)
     if routing == "roster":
-        return Mode(routing, adapter, roster_settings(options, experts, model_top_k(store), trained))
-    return Mode(routing, adapter, cache_aware_settings(options))
+        return Mode(routing, adapter, roster_settings(options, experts, model_top_k(store), trained), named)
+    return Mode(routing, adapter, cache_aware_settings(options), named)
+
+
+def _named(name: str, path: str, store: Store) -> Adapter:
+    """An adapter of which sequences take the LoRA: what is the whole model's cannot be one sequence's."""
+    adapter = open_adapter(path, store)
+    if not name or not adapter.lora or adapter.heads or adapter.manifest.top_k != model_top_k(store):
+        raise OptionError(
+            "only a LoRA can be asked for by name", where=f"--lora {name}={path}", expected="NAME=DIR, a LoRA alone",
+            got=f"{len(adapter.heads)} heads, {len(adapter.lora)} linears, K {adapter.manifest.top_k}",
+            remedy="give heads and K by --adapter",
+        )  # fmt: skip
+    return adapter
 
 
 def rule_of(mode: Mode, store: Store) -> RoutingRule | None:

@@ -57,6 +57,7 @@ class Options:
     cache_lambda: float | None = None  # of --routing cache-aware, with keep_best and own_slots
     keep_best: int | None = None
     own_slots: int | None = None
+    loras: tuple[tuple[str, str], ...] = ()  # (name, directory) of further LoRAs, for sequences that ask for them
     prefix_ram: int | None = 0  # bytes for kept prefixes of a model without paged KV; None: about one context's worth
 
     def __post_init__(self) -> None:

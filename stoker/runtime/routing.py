@@ -18,7 +18,7 @@ from stoker.routing.rule import LayerInfo, RoutingRule, Rows, Span
 from stoker.routing.select import LayerRule, select
 from stoker.runtime.plan import top_k
 from stoker.runtime.skeleton import MoeBlock, moe_blocks
-from stoker.runtime.step import Part
+from stoker.runtime.step import ALL_ROWS, LoraRows, Part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,6 +54,22 @@ def rows_of(parts: Sequence[Part], step: int) -> Rows:
         spans.append(Span(first, last, sequence.length, answer_from, sequence.routing))
         first = last
     return Rows(step, tuple(spans))
+
+
+def lora_rows(parts: Sequence[Part]) -> tuple[LoraRows, ...]:
+    """Which rows of parts that lie one after the other take whose LoRA; neighbours with the same one are together."""
+    found: list[LoraRows] = []
+    first = 0
+    if len(parts) == 1 and parts[0].sequence.adapter is not None:
+        return ((0, ALL_ROWS, parts[0].sequence.adapter),)
+    for part in parts:
+        last, name = first + len(part.ids), part.sequence.adapter
+        if name is not None and found and found[-1][1:] == (first, name):
+            found[-1] = (found[-1][0], last, name)
+        elif name is not None:
+            found.append((first, last, name))
+        first = last
+    return tuple(found)
 
 
 class RuledRouter(nn.Module):

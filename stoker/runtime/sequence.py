@@ -18,6 +18,7 @@ class CacheSequence:
     ids: list[int] = field(default_factory=list)
     routing: RouteState | None = None
     prompt_tokens: int | None = None
+    adapter: str | None = None  # whose LoRA its tokens take
     cache: DynamicCache = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ from stoker.routing.rule import Rows
 
 Phase = Literal["prefill", "decode"]
 NO_ROWS = Rows(0)
+LoraRows = tuple[int, int, str]  # rows [first, last) of a step, and the adapter that they take
+ALL_ROWS = 1 << 40  # where a step is one sequence: a module may see more rows than tokens (what is cached, expanded)
 
 
 class GivenUp(StokerError):
@@ -55,6 +57,7 @@ class StepContext:
     seq_of_token: Tensor = field(default_factory=_empty)
     pos_of_token: Tensor = field(default_factory=_empty)
     start_of_seq: Tensor = field(default_factory=_empty)
+    lora: tuple[LoraRows, ...] = ()
     rows: Rows = NO_ROWS  # filled where a rule changes routes
     rotary: tuple[Tensor, Tensor] | None = None  # the model's cos and sin of this step, as it hands them to its layers
     cos_TR: Tensor = field(default_factory=_empty)

@@ -35,12 +35,14 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class Spec:
     """A model that may be asked for. names: its own name first, then others that mean it. price: None where one model
-    is alone and has the budget to itself. about: what /v1/models tells before it is loaded."""
+    is alone and has the budget to itself. about: what /v1/models tells before it is loaded. adapters: LoRAs that a
+    request may ask for, as MODEL:NAME or NAME."""
 
     names: tuple[str, ...]
     path: str
     price: Price | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,6 +71,12 @@ class Entry:
     def state(self) -> State:
         return "loaded" if self.service is not None else "loading" if self.loading is not None else "unloaded"
 
+    def routing(self, adapter: str | None = None) -> dict[str, Any]:
+        """Who chooses the experts. Before it is loaded, what its options say: exact unless they name something else."""
+        if self.service is not None:
+            return dict(self.service.model.runtime.mode.about(adapter))
+        return dict(self.spec.about.get("routing", {"mode": "exact", "lossless": True}))
+
     @property
     def idle(self) -> bool:
         return self.service is not None and self.users == 0 and self.service.active == 0
@@ -95,7 +103,9 @@ class Registry:
 
         Raises RequestError: 404 for an unknown name; BudgetError where others hold the memory for too long; Closing.
         """
-        entry = self.find(name, field=field)
+        entry, adapter = self.find(name, field=field), None
+        if name is not None and name not in entry.spec.names:
+            adapter = adapter_in(entry.spec, name)
         if self.closing:
             raise Closing("the server is shutting down")
         entry.users += 1
@@ -103,9 +113,10 @@ class Registry:
         if holder is not None:
             holder.add(lambda: self._release(entry))
         try:
-            if entry.service is None or not entry.service.batcher.status().healthy:
-                return await self._loaded(entry)
-            return entry.service
+            service = entry.service
+            if service is None or not service.batcher.status().healthy:
+                service = await self._loaded(entry)
+            return service if adapter is None else service.adapted(adapter)
         finally:
             if holder is None:
                 await self._release(entry)
@@ -114,7 +125,7 @@ class Registry:
         """Where there is one model only, it answers to any name, unless the server is strict: programs come with the
         names of other services' models built in."""
         for entry in self.entries:
-            if name in entry.spec.names:
+            if name in entry.spec.names or (name is not None and adapter_in(entry.spec, name) is not None):
                 return entry
         if len(self.entries) == 1 and not self.settings.strict_model:
             return self.entries[0]
@@ -280,6 +291,12 @@ class Registry:
     def running(self) -> int:
         """Answers in the making."""
         return sum(service.batcher.status().running for service in self.loaded())
+
+
+def adapter_in(spec: Spec, name: str) -> str | None:
+    """The adapter that MODEL:NAME or NAME alone means; None where it means none of this model's."""
+    base, _, adapter = name.rpartition(":")
+    return adapter if adapter in spec.adapters and (not base or base in spec.names) else None
 
 
 def _leaver(idle: list[Entry], missing_bytes: int) -> Entry:

@@ -4,10 +4,12 @@ The bridge between asyncio and the engine thread. Knows no API and no HTTP.
 """
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from stoker.errors import Closing, ContextError, StokerError
@@ -37,13 +39,25 @@ class Service:
 
     def __init__(self, name: str, model: Model, batcher: Batcher, settings: Settings, prefix: Any = None) -> None:
         self.name, self.model, self.batcher, self.settings, self.prefix = name, model, batcher, settings, prefix
-        self.active = 0
+        self.adapter: str | None = None
+        self._active = [0]  # shared with the views of `adapted`
         self.totals = Totals()
         runtime = model.runtime
         self.ctx_size, self.vocab_tokens = int(runtime.ctx_size), int(runtime.vocab_size)
         self.fingerprint = "fp_" + str(runtime.store.manifest.fingerprint())[:12]
         self._generation_config = dict(runtime.generation_config)
         self._longest_token = _longest_token(model.tokenizer)
+
+    @property
+    def active(self) -> int:
+        return self._active[0]
+
+    def adapted(self, adapter: str) -> "Service":
+        """This model as one of its LoRAs makes it: the same engine, another name, prefixes kept apart by not being
+        kept."""
+        view = copy.copy(self)
+        view.name, view.adapter = f"{self.name}:{adapter}", adapter
+        return view
 
     # ---- before the engine ------------------------------------------------------------------------------------------
 
@@ -101,11 +115,21 @@ class Service:
 
     def run(self, job: Job) -> "Answer":
         """Submit at once. Raises OptionError (ContextError), QueueFull or Closing."""
+        if self.adapter is not None:
+            job = replace(job, adapter=self.adapter, cache=False)
         return Answer(self, job)
+
+    def began(self) -> None:
+        """An answer begins."""
+        self._active[0] += 1
+
+    def refused(self) -> None:
+        """It did not come to an answer."""
+        self._active[0] -= 1
 
     def over(self, result: Result | None, error: StokerError | None) -> None:
         """An answer has ended; the line that the log gets for it."""
-        self.active -= 1
+        self._active[0] -= 1
         if result is not None:
             log.info("%s: %s", self.name, request_line(result))
         elif error is not None:
@@ -130,11 +154,11 @@ class Answer:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._over = self._cancelled = False
         self._watch = service.totals.watch()
-        service.active += 1
+        service.began()
         try:
             self._ticket = service.batcher.submit(job, self._listen)
         except BaseException as error:
-            service.active -= 1
+            service.refused()
             self._watch.refused(error)
             raise
         if service.settings.log_prompts:

@@ -8,14 +8,15 @@ from starlette.responses import JSONResponse
 
 from stoker.server.errors import RequestError
 from stoker.server.openapi import answers
-from stoker.server.registry import Entry, Registry
+from stoker.server.registry import Entry, Registry, adapter_in
 from stoker.server.settings import Settings
 
 
 class Model(BaseModel):
     """context_length, max_model_len: tokens of prompt and answer together. routing: `exact` routes as the model's own
     gates do and changes nothing of the output; else the mode, K and the adapter with what was measured of it.
-    resident_share: of the experts that memory has room for, when loaded."""
+    resident_share: of the experts that memory has room for, when loaded. parent: of MODEL:NAME, which is the model
+    with a LoRA."""
 
     id: str
     object: str
@@ -31,6 +32,7 @@ class Model(BaseModel):
     model_type: str | None
     fingerprint: str | None
     resident_share: float | None
+    parent: str | None = None
 
 
 class Models(BaseModel):
@@ -44,37 +46,40 @@ def router(registry: Registry, settings: Settings) -> APIRouter:
 
     @routes.get("/v1/models", openapi_extra=answers(Models), summary="Models")
     async def models() -> JSONResponse:
-        listed = Models(object="list", data=[describe(entry) for entry in registry.entries])
+        data = [describe(e, name) for e in registry.entries for name in (None, *e.spec.adapters)]
+        listed = Models(object="list", data=data)
         return JSONResponse(listed.model_dump())
 
     @routes.get("/v1/models/{model:path}", openapi_extra=answers(Model), summary="One model")
     async def one(model: str) -> JSONResponse:
         for entry in registry.entries:
-            if model in entry.spec.names:
-                return JSONResponse(describe(entry).model_dump())
+            adapter = adapter_in(entry.spec, model)
+            if model in entry.spec.names or adapter is not None:
+                return JSONResponse(describe(entry, adapter).model_dump())
         raise RequestError(f"there is no model {model[:200]!r} here", status=404, code="model_not_found", field="model")
 
     return routes
 
 
-def describe(entry: Entry) -> Model:
-    """What there is to know of a model, loaded or not."""
+def describe(entry: Entry, adapter: str | None = None) -> Model:
+    """What there is to know of a model, loaded or not, or of it with one of its LoRAs."""
     about, service = entry.spec.about, entry.service
     context = service.ctx_size if service is not None else about.get("context_length")
     share = float(service.model.ledger()["resident_share"]) if service is not None else None
     return Model(
-        id=entry.spec.name,
+        id=entry.spec.name if adapter is None else f"{entry.spec.name}:{adapter}",
         object="model",
         created=entry.created,
         owned_by="stoker",
-        aliases=list(entry.spec.names[1:]),
+        aliases=list(entry.spec.names[1:]) if adapter is None else [adapter],
         state=entry.state,
         loaded=service is not None,
         context_length=context,
         max_model_len=context,
-        routing=service.model.runtime.mode.about() if service is not None else {"mode": "exact", "lossless": True},
+        routing=entry.routing(adapter),
         formats=list(about.get("formats", ())),
         model_type=about.get("model_type"),
         fingerprint=about.get("fingerprint"),
         resident_share=share,
+        parent=None if adapter is None else entry.spec.name,
     )
