@@ -176,8 +176,8 @@ class Runtime:
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def new_sequence(self, adapter: str | None = None, *, gate: bool = False) -> PagedSequence | CacheSequence:
-        """An empty sequence; close it to return its cache. adapter: of `Options.loras`; None: the model's own. gate: the
-        plain model, its gates' routes and no LoRA, whatever rule and adapter there are."""
+        """An empty sequence; close it to return its cache. adapter: of `Options.loras`; None: the model's own. gate:
+        the plain model, its gates' routes and no LoRA, whatever rule and adapter there are."""
         own = DEFAULT_LORA if DEFAULT_LORA in self.mode.loras and not gate else None
         routing = None if self.rule is None or gate else self.rule.new_state()
         more: dict[str, Any] = {"routing": routing, "adapter": own if adapter is None else adapter}
