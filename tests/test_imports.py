@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"generate", "trace"},
     "adapter": {"store.reader", "quant"},
     "train": {"generate", "runtime", "routing", "adapter", "store", "trace", "native", "quant"},
-    "evaluate": {"generate", "runtime", "plan", "routing", "store", "trace"},
+    "evaluate": {"generate", "runtime", "adapter", "plan", "routing", "store", "trace"},
     "generate": {"runtime", "plan", "trace"},
     "generate.scheduler": set(),
     "runtime": {"residency", "routing", "adapter", "store.reader", "native", "quant", "trace"},

@@ -45,6 +45,7 @@ def chat(
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
+    quality: common.Quality = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
@@ -59,7 +60,9 @@ def chat(
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
     rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule)
+    loading = Loading(
+        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule, quality
+    )
     with common.load_model(loading) as loaded:
         if not loaded.has_chat_template:
             raise OptionError(
@@ -68,6 +71,7 @@ def chat(
         common.show_ledger(loaded, loading)
         with loaded.session() as session:
             Conversation(loaded, session, options, system).converse()
+        loaded.check_quality()
 
 
 class Conversation:

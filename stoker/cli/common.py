@@ -114,6 +114,13 @@ OwnSlots = Annotated[
         "depends on nothing else.",
     ),
 ]  # fmt: skip
+Quality = Annotated[
+    str | None,
+    typer.Option(
+        "--quality", metavar="BOUND", rich_help_panel=_ROUTING,
+        help="exact, kl<=0.01 or ppl<=+1%: the fastest mode that `stoker eval modes` measured to keep it.",
+    ),
+]  # fmt: skip
 Adapter = Annotated[
     str | None,
     typer.Option(
@@ -154,6 +161,7 @@ class Loading:
     routing: str | None = None
     adapter: str | None = None
     rule: dict[str, Any] = field(default_factory=dict)  # the mode's own options, by their names in Options
+    quality: str | None = None
 
 
 def rule_options(
@@ -209,6 +217,7 @@ def load_model(loading: Loading) -> "Model":
         routing=loading.routing,
         adapter=loading.adapter,
         **loading.rule,
+        quality=loading.quality,
     )
 
 

@@ -50,6 +50,7 @@ def register(app: typer.Typer) -> None:
     )
     group.command(_MEASURE)(evaluate)
     group.command("tasks")(tasks)
+    group.command("modes")(modes)
     app.add_typer(group, name="eval")
 
 
@@ -71,6 +72,12 @@ def evaluate(
     activation_bits: common.ActivationBits = 16,
     routing: common.Routing = None,
     adapter: common.Adapter = None,
+    roster_size: common.RosterSize = None,
+    pin_after: common.PinAfter = None,
+    delta: common.Delta = None,
+    cache_lambda: common.CacheLambda = None,
+    keep_best: common.KeepBest = None,
+    own_slots: common.OwnSlots = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures; `-` prints them.")
     ] = None,
@@ -81,9 +88,9 @@ def evaluate(
 
     earlier = None if against is None else read_result(against)
     asked = Text(text, passages(text), windows, window_tokens, prompt_tokens)
-    loading = Loading(
-        model, memory, "auto", "auto", threads, max(window_tokens, 512), None, activation_bits, routing, adapter
-    )
+    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    context = max(window_tokens, 512)
+    loading = Loading(model, memory, "auto", "auto", threads, context, None, activation_bits, routing, adapter, rule)
     if adapter is not None and reference is None:
         reference = Path(model)  # what an adapter adds to the weights is part of the loaded model
     with common.load_model(loading) as loaded:
@@ -192,3 +199,43 @@ def tasks(
         for name, one in found["results"].items():
             told = [f"{key.split(',')[0]} {value:.4f}" for key, value in one.items() if isinstance(value, float)]
             print(f"{name}: {', '.join(told)}")
+
+
+def modes(
+    model: common.ModelArgument,
+    adapter: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Measure the mode of this adapter too; may be repeated.")
+    ] = None,
+    text: TextOption = "bundled:calibrate",
+    windows: Windows = None,
+    window_tokens: WindowTokens = 512,
+    prompt_tokens: PromptTokens = 64,
+    memory: common.Memory = "auto",
+    threads: common.Threads = None,
+    activation_bits: common.ActivationBits = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure what each routing mode costs and how fast it is, so that --quality can choose (docs/quality.md)."""
+    from dataclasses import asdict
+
+    from stoker.bench.provenance import provenance
+    from stoker.evaluate.modes import candidates, measure_modes
+    from stoker.evaluate.run import Text
+    from stoker.generate.quality import Records, remember
+    from stoker.runtime.budget import resolve
+    from stoker.runtime.model import Options
+    from stoker.store.reader import open_store
+
+    store = open_store(Path(model))
+    budget_bytes = resolve(memory)
+    asked = Text(text, passages(text), windows, window_tokens, prompt_tokens)
+    options = Options(
+        memory=budget_bytes, threads=threads, ctx_size=max(window_tokens, 512), activation_bits=activation_bits
+    )
+    say = (lambda line: None) if as_json else print
+    found = measure_modes(Path(model), candidates(store, adapter or []), asked, options, say)
+    about = {"text": text, "windows": windows, "prompt_tokens": prompt_tokens, "provenance": provenance()}
+    file = remember(store.fingerprint, Records(budget_bytes, found, about))
+    if as_json:
+        print(json.dumps({"about": about, "budget_bytes": budget_bytes, "modes": [asdict(mode) for mode in found]}))
+    note(f"kept in {file}, for budgets about {budget_bytes / 2**30:.2f} GiB")

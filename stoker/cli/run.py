@@ -42,6 +42,7 @@ def run(
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
+    quality: common.Quality = None,
     max_tokens: common.MaxTokens = None,
     stop: common.Stop = None,
     chat: Annotated[
@@ -71,13 +72,16 @@ def run(
         check_terminal(sys.stderr)
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
     rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
-    loading = Loading(model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule)
+    loading = Loading(
+        model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule, quality
+    )
     with common.load_model(loading) as loaded:
         if as_json:
             result = _silent(loaded, _prompt(loaded, text, chat, system), options, live)
             print(json.dumps(_report(loaded, loading, result), ensure_ascii=False))
         else:
             result = _streamed(loaded, loading, _prompt(loaded, text, chat, system), options, live)
+        loaded.check_quality()
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 

@@ -131,6 +131,7 @@ def serve(
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
     lora: Lora = None,
+    quality: common.Quality = None,
     trace: common.Trace = None,
     max_tokens: common.MaxTokens = None,
     temperature: common.Temperature = None,
@@ -179,6 +180,7 @@ def serve(
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}
     loading |= common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
     loading["loras"] = loras
+    loading["quality"] = quality
     size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
     common.quiet_transformers()
     # Everything that will be imported counts as the process's own when the budget is divided.

@@ -6,6 +6,7 @@ Works on any model of transformers' experts registry, streamed or whole. Changes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,19 +56,22 @@ class _LayerMeter:
     """One MoE layer. Streamed experts tell what was used through their recorder, which goes on recording."""
 
     def __init__(self, block: MoeBlock, width: int) -> None:
+        # A router under a rule stands around the gate, and does not ask it where the rule knows the route.
         self.router, self.experts = block.router, block.experts
+        self.gate = getattr(block.router, "gate", None)
+        own: Any = block if self.gate is None else SimpleNamespace(**vars(block), router=self.gate)
         self.streamed = getattr(block.experts, "streamed", None)
-        self.is_sigmoid = layer_rule(block, width).score == "sigmoid"
+        self.is_sigmoid = layer_rule(own, width).score == "sigmoid"
         self.recorder: Any = None
         self.handles: list[Any] = []
         self.seen: list[LayerRoutes] = []
-        self.scores_TE = torch.empty(0)
+        self.scores_TE = self.chosen_TK = torch.empty(0)
         self.used_TK: Tensor | None = None
 
     def open(self) -> None:
         assert self.router is not None
         self.handles = [
-            self.router.register_forward_hook(self._gate),
+            self.router.register_forward_hook(self._asked),
             self.experts.register_forward_hook(self._route),
         ]
         if self.streamed is not None:
@@ -79,9 +83,12 @@ class _LayerMeter:
         if self.streamed is not None:
             self.streamed.recorder = self.recorder
 
-    def _gate(self, _module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> None:
+    def _asked(self, _module: nn.Module, inputs: Any, output: tuple[Any, ...]) -> None:
         """The last call before the experts' is the layer's own: earlier ones look ahead."""
-        logits_TE = output[0].float()
+        if output[0] is None:
+            assert self.gate is not None
+            output = self.gate(*inputs)
+        logits_TE, self.chosen_TK = output[0].float(), output[-1].long()
         self.scores_TE = logits_TE.sigmoid() if self.is_sigmoid else logits_TE.softmax(-1)
 
     def layer(self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, *counts: int) -> None:
@@ -91,9 +98,8 @@ class _LayerMeter:
             self.recorder.layer(step, pool, layer, experts_TK, weights_TK, *counts)
 
     def _route(self, _module: nn.Module, inputs: tuple[Any, ...], _output: Tensor) -> None:
-        chosen_TK = inputs[1].long()
-        used_TK = chosen_TK if self.used_TK is None else self.used_TK.long()
-        self.seen.append(LayerRoutes(used_TK, chosen_TK, self.scores_TE))
+        used_TK = inputs[1] if self.used_TK is None else self.used_TK
+        self.seen.append(LayerRoutes(used_TK.long(), self.chosen_TK, self.scores_TE))
         self.used_TK = None
 
     def take(self) -> LayerRoutes:

@@ -5,6 +5,7 @@ logits. Knows neither HTTP nor asyncio. The thread never dies in silence: a bug 
 batcher unhealthy.
 """
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -25,7 +26,9 @@ from stoker.runtime.step import GivenUp, Part
 
 if TYPE_CHECKING:
     from stoker.generate.prefix import PrefixCache
+    from stoker.generate.probe import QualityProbe
 
+log = logging.getLogger("stoker.engine")
 MIXED_TOKENS = 256  # prompt tokens beside running answers: enough that reading most experts once is worth it
 Logits = NDArray[np.float32] | None
 
@@ -33,7 +36,8 @@ Logits = NDArray[np.float32] | None
 class Batcher:
     """Runs up to `parallel` jobs of a model at once; `queue` more may wait. Close it before the model.
 
-    mixed_tokens, decode_share: see scheduler.Limits.
+    mixed_tokens, decode_share: see scheduler.Limits. probe: watches the bound that a mode was chosen by; when it
+    breaks, all answers go on by the gates' own routes.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Batcher:
         prefix: "PrefixCache | None" = None,
         mixed_tokens: int = MIXED_TOKENS,
         decode_share: float = 0.5,
+        probe: "QualityProbe | None" = None,
     ) -> None:
         for name, value, least in (("parallel", parallel, 1), ("queue", queue, 0), ("mixed_tokens", mixed_tokens, 1)):
             if value < least:
@@ -52,6 +57,7 @@ class Batcher:
         if not 0 <= decode_share < 1:
             raise OptionError("not a share", where="decode_share", expected="0 to less than 1", got=decode_share)
         self._model, self._runtime, self._prefix = model, model.runtime, prefix
+        self.probe = probe
         self._scheduler = Scheduler(_limits(self._runtime, parallel, queue, mixed_tokens, decode_share))
         self._wake = threading.Condition()
         self._tickets: dict[int, Ticket] = {}
@@ -270,11 +276,13 @@ class Batcher:
         tickets, parts = self._parts(step)
         before = self._runtime.counters()
         try:
+            self._look(parts)
             found = self._compute(parts, tickets)
         except GivenUp:  # whoever it was for is told in the next turn
             for ticket in tickets:
                 ticket.sound = getattr(self._runtime, "kv", None) is not None
             return
+        self._compare(found)
         grown = growth(before, self._runtime.counters())
         for ticket, part in zip(tickets, parts, strict=True):
             ticket.output.account("decode" if part.decode else "prefill", grown, len(part.ids) / step.tokens)
@@ -284,6 +292,24 @@ class Batcher:
         with self._wake:
             self._scheduler.finished(step, now - began)
             self._pace.step(now, len(step.decode), step.tokens - len(step.decode))
+
+    def _look(self, parts: list[Part]) -> None:
+        """A second opinion on one of the step's tokens, now and then."""
+        if self.probe is not None:
+            with self._model._lock:
+                self.probe.before(parts)
+
+    def _compare(self, found: list[Logits | StokerError]) -> None:
+        if self.probe is None or self.probe.broken:
+            return
+        self.probe.after(found)
+        if self.probe.broken:
+            stats = self.probe.stats()
+            self._runtime.fall_back()
+            log.warning(
+                "routing %s broke its bound: KL %.5f in the last probes, promised %.5f; exact from here on",
+                *(self._runtime.mode.fell_back_from, stats["kl_mean"], stats["kl_limit"]),
+            )
 
     def _parts(self, step: Step) -> tuple[list[Ticket], list[Part]]:
         tickets, parts = [], []

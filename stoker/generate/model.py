@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from stoker.generate.quality import Promise
     from stoker.trace.events import Recorder
 
 __all__ = ["GenerateOptions", "Model", "Prompt", "Result", "Session", "Stream", "load"]
@@ -68,6 +69,7 @@ def load(
     policy: str = "auto",
     routing: str | None = None,
     adapter: str | Path | None = None,
+    quality: str | None = None,
     trace: str | Path | None = None,
     **more: Any,
 ) -> "Model":
@@ -79,8 +81,8 @@ def load(
     experts stay; with path and policy auto, what `stoker tune` found for this budget holds, else lru. routing: who
     chooses experts (gate, prerouter); adapter: a directory with heads, LoRA or both (docs/adapters.md). Both change the
     output; without them it is that of the model's gates, and with an adapter that has heads, routing None means
-    prerouter. trace: a new file
-    for routes, reads and waits. `more`: further fields of the runtime's Options.
+    prerouter. quality: in their place a bound (exact, kl<=0.01, ppl<=+1%): the fastest mode that was measured to keep
+    it (docs/quality.md). trace: a new file for routes, reads and waits. `more`: further fields of the Options.
 
     Raises StoreError for a bad store, AdapterError for a bad adapter, BudgetError (with the smallest budget that works)
     when it does not fit, OptionError for a bad option; all before any weight is read.
@@ -93,6 +95,7 @@ def load(
     if not Path(model).exists():
         raise StoreError("there is no such store", where=str(model), remedy="make one with `stoker pack SRC DST`")
     limit = budget.resolve(memory)
+    from stoker.generate.quality import promised
     from stoker.generate.tuned import tuned_options
     from stoker.runtime.model import Options
     from stoker.runtime.model import load as load_runtime
@@ -108,16 +111,14 @@ def load(
     chosen: dict[str, Any] = {"path": path, "policy": "lru" if policy == "auto" else policy}
     if (path, policy) == ("auto", "auto"):
         chosen |= tuned_options(Path(model), limit, threads)
-    options = Options(
-        memory=memory,
-        threads=threads,
-        ctx_size=context_tokens(Path(model), ctx_size),
-        routing=routing,
-        adapter=None if adapter is None else str(adapter),
-        **{**chosen, **more},
-    )
+    chosen |= {"routing": routing, "adapter": None if adapter is None else str(adapter)} | more
+    promise = None
+    if quality is not None:
+        promise = promised(Path(model), quality, limit, chosen)
+        chosen |= promise.options
+    options = Options(memory=memory, threads=threads, ctx_size=context_tokens(Path(model), ctx_size), **chosen)
     if trace is None:
-        return Model(load_runtime(model, options))
+        return Model(load_runtime(model, options), promise=promise)
     recorder = TraceWriter(trace, about={"model": str(model), "stoker": __version__, **vars(options)})
     try:
         runtime = load_runtime(model, options, recorder)
@@ -126,7 +127,7 @@ def load(
             ledger=runtime.ledger(),
             routing=runtime.mode.about(),
         )
-        return Model(runtime, recorder)
+        return Model(runtime, recorder, promise)
     except BaseException:
         recorder.close()
         Path(trace).unlink(missing_ok=True)
@@ -226,8 +227,13 @@ class Stream(Iterator[str]):
 class Model:
     """A loaded model. Safe to use from several threads: steps take turns. Close it, or use it as a context manager."""
 
-    def __init__(self, runtime: Any, recorder: "Recorder | None" = None) -> None:
+    def __init__(
+        self, runtime: Any, recorder: "Recorder | None" = None, promise: "Promise | None" = None
+    ) -> None:
         self._runtime, self._recorder = runtime, recorder
+        self.promise = promise
+        if promise is not None:
+            promise.check_adapter(runtime.adapter_fingerprint)
         self._lock = threading.RLock()
         self._closed = False
 
@@ -312,6 +318,11 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Counters since loading."""
         return dict(self.runtime.stats())
+
+    def check_quality(self) -> None:
+        """Raises StokerError where `exact` was promised and a counter says that an expert was dropped or replaced."""
+        if self.promise is not None:
+            self.promise.check(self.stats())
 
     def expert_uses(self) -> "NDArray[np.int64]":
         """How often each MoE layer chose each expert since loading: int64 [L, E]; safe from another thread."""

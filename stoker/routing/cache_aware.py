@@ -148,6 +148,7 @@ class CacheAwareRule(RoutingRule):
         self.options = options
         self.meters = Meters()
         self.recompute_tokens = None if options.slots else 1
+        self.asks_residency = not options.slots
         self._layers: Sequence[LayerInfo] = ()
 
     def attach(self, layers: Sequence[LayerInfo]) -> None:

@@ -127,6 +127,7 @@ class StreamedExperts:
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.step.check_wanted()
         if self.step.passing:
+            self.logits = None
             return self._pass_by(hidden_TD.contiguous(), index_TK, weights_TK)
         if self.rule is not None:
             logits_TE, self.logits = self.logits, None

@@ -25,7 +25,7 @@ from stoker.errors import OptionError, StokerError
 from stoker.native import kernels
 from stoker.native.io import ReadQueue
 from stoker.residency import Residency
-from stoker.routing.rule import RoutingRule
+from stoker.routing.rule import RoutingRule, Rows
 from stoker.runtime import budget, dense
 from stoker.runtime.depth import measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
@@ -35,7 +35,7 @@ from stoker.runtime.kv import KVPool, PagedSequence
 from stoker.runtime.lora import install_lora
 from stoker.runtime.modes import DEFAULT_LORA, Mode, resolve_mode, rule_of
 from stoker.runtime.plan import Options, Plan, plan_run
-from stoker.runtime.routing import attach_rule, lora_rows, rows_of
+from stoker.runtime.routing import attach_rule, detach_rule, lora_rows, rows_of
 from stoker.runtime.sequence import CacheSequence
 from stoker.runtime.skeleton import build_skeleton, moe_blocks
 from stoker.runtime.step import Part, StepContext
@@ -173,6 +173,11 @@ class Runtime:
         attach_rule(self.model, self.residency, rule)
         self.rule = rule
 
+    def fall_back(self) -> None:
+        """Give the rule up: all sequences, running ones too, keep the gates' own routes from the next step on."""
+        detach_rule(self.model)
+        self.rule, self.mode = None, self.mode.fall_back()
+
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def new_sequence(self, adapter: str | None = None, *, gate: bool = False) -> PagedSequence | CacheSequence:
@@ -219,8 +224,8 @@ class Runtime:
         assert self.kv is not None, "only the paged cache can be written twice"
         self._check_room(sequence, 1)
         sequence.reserve(1)
-        self._begin([])
-        self.step.passing = True
+        self._begin([Part(sequence, [token], decode=True)])
+        self.step.rows, self.step.passing = Rows(self.step.index + 1), True
         try:
             return self._paged_step([sequence], [[token]], [0])[0]
         finally:

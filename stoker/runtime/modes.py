@@ -7,7 +7,7 @@ Everything here is decided before a weight is read. `gate` without an adapter is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +35,23 @@ DEFAULT_LORA = ""  # the name by which sequences take the LoRA of `--adapter`
 @dataclass(frozen=True)
 class Mode:
     """`routing`: the mode's name; adapter: None where there is none; settings: of the modes that have some; named:
-    further adapters, of which the LoRA counts."""
+    further adapters, of which the LoRA counts; fell_back_from: the mode that broke its bound."""
 
     routing: str
     adapter: Adapter | None = None
     settings: RuleSettings | None = None
     named: Mapping[str, Adapter] = field(default_factory=dict)
+    fell_back_from: str | None = None
 
     @property
     def changes_output(self) -> bool:
         return self.routing != "gate" or self.adapter is not None
+
+    def fall_back(self) -> Mode:
+        """The gates' own routes from now on; what an adapter adds to the weights stays."""
+        keeps = self.adapter is not None and self.adapter.manifest.lora is not None
+        adapter = self.adapter if keeps else None
+        return replace(self, routing="gate", adapter=adapter, settings=None, fell_back_from=self.routing)
 
     @property
     def heads(self) -> bool:
@@ -75,6 +82,8 @@ class Mode:
             told["top_k"] = self.adapter.manifest.top_k
         if adapter is not None:
             told["adapter"] = adapter.about() | ({} if name is None else {"name": name})
+        if self.fell_back_from is not None:
+            told["fell_back_from"] = self.fell_back_from
         return told
 
 

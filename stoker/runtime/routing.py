@@ -43,6 +43,14 @@ def attach_rule(model: PreTrainedModel, residency: Residency, rule: RoutingRule)
             raise _unknown(block, "the block has no router of its own")
 
 
+def detach_rule(model: PreTrainedModel) -> None:
+    """Undo `attach_rule`: from the next step on every gate's route is used."""
+    for block in moe_blocks(model):
+        block.experts.streamed.rule = block.experts.streamed.logits = None
+        if isinstance(block.router, RuledRouter) and block.router_path is not None:
+            model.set_submodule(block.router_path, block.router.gate, strict=True)
+
+
 def rows_of(parts: Sequence[Part], step: int) -> Rows:
     """The rows of parts that lie one after the other in a step."""
     spans, first = [], 0

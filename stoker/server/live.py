@@ -73,6 +73,7 @@ class ModelView:
             "counters": {name: stats[name] for name in COUNTERS},
             "ledger": model.ledger(),
             "prefix": None if service.prefix is None else service.prefix.stats(),
+            "quality": _quality(service),
             "heat": self.heat.picture(),
             "path": stats["path"],
             "context_tokens": model.runtime.ctx_size,
@@ -161,6 +162,16 @@ class Sampler:
                 yield data(self.latest)
         finally:
             self.listeners -= 1
+
+
+def _quality(service: Service) -> dict[str, Any]:
+    """How experts are chosen, the bound that was promised, and what the probe saw."""
+    promise, probe = service.model.promise, service.batcher.probe
+    return {
+        "routing": service.model.runtime.mode.about(),
+        "promise": None if promise is None else promise.about(),
+        "probe": None if probe is None else probe.stats(),
+    }
 
 
 def _requests(totals: Totals) -> dict[str, Any]:

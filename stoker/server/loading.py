@@ -11,6 +11,7 @@ from typing import Any
 from stoker.generate.batcher import Batcher
 from stoker.generate.model import load
 from stoker.generate.prefix import open_prefix_cache
+from stoker.generate.probe import probe_of
 from stoker.server.registry import Loader, Spec
 from stoker.server.service import Service
 from stoker.server.settings import Settings
@@ -39,7 +40,9 @@ def loader(settings: Settings, options: Mapping[str, Any], batching: Batching) -
         model, prefix = load(spec.path, memory=memory_bytes, **model_options(options, batching)), None
         try:
             prefix = open_prefix_cache(model.runtime, directory=batching.directory, size_bytes=batching.size_bytes)
-            batcher = Batcher(model, parallel=batching.parallel, queue=batching.queue, prefix=prefix)
+            batcher = Batcher(
+                model, parallel=batching.parallel, queue=batching.queue, prefix=prefix, probe=probe_of(model)
+            )
         except BaseException:
             if prefix is not None:
                 prefix.close()

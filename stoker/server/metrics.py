@@ -77,6 +77,17 @@ PREFIX: dict[str, tuple[bool, str]] = {
 }
 
 
+# Entry of QualityProbe.stats() -> (whether it is an amount now rather than a count since the start, name, help).
+PROBE: dict[str, tuple[bool, str, str]] = {
+    "probes": (False, "quality_probes", "Answer tokens computed a second time by the gates' own routes"),
+    "seconds": (False, "quality_probe_seconds", "Time that those took"),
+    "read_bytes": (False, "quality_probe_read_bytes", "Expert bytes that those read"),
+    "kl_mean": (True, "quality_kl", "KL of the served mode from the gates' routes, mean of the latest probes, nats"),
+    "kl_limit": (True, "quality_kl_limit", "The bound that it is held to, nats"),
+    "broken": (True, "quality_broken", "Whether the bound was broken: answers are exact from then on"),
+}
+
+
 class RequestCounts:
     """HTTP requests by route template, method and status; how long their answers took to the last byte."""
 
@@ -144,6 +155,7 @@ class ServerCollector(Collector):
         yield from _engines(loaded)
         yield from _ledgers(loaded)
         yield from _prefixes(loaded)
+        yield from _probes(loaded)
 
     def _http(self) -> Iterator[Metric]:
         counts = self._counts
@@ -221,6 +233,15 @@ def _prefixes(loaded: Mapping[str, Service]) -> Iterator[Metric]:
     for field, (now, text) in PREFIX.items():
         rows = [({"model": model}, counts[field]) for model, counts in stats.items()]
         yield (_gauge if now else _counter)(f"prefix_{field}", f"Prefix cache: {text[0].lower()}{text[1:]}", rows)
+
+
+def _probes(loaded: Mapping[str, Service]) -> Iterator[Metric]:
+    probes = {name: service.batcher.probe for name, service in loaded.items()}
+    stats = {name: probe.stats() for name, probe in probes.items() if probe is not None}
+    for field, (now, name, text) in PROBE.items():
+        yield (_gauge if now else _counter)(
+            name, text, [({"model": model}, one[field]) for model, one in stats.items()]
+        )
 
 
 Rows = Sequence[tuple[Mapping[str, str], float]]

@@ -76,10 +76,16 @@ def describe(entry: Entry, adapter: str | None = None) -> Model:
         loaded=service is not None,
         context_length=context,
         max_model_len=context,
-        routing=entry.routing(adapter),
+        routing=entry.routing(adapter) | _promise(entry),
         formats=list(about.get("formats", ())),
         model_type=about.get("model_type"),
         fingerprint=about.get("fingerprint"),
         resident_share=share,
         parent=None if adapter is None else entry.spec.name,
     )
+
+
+def _promise(entry: Entry) -> dict[str, Any]:
+    """The bound that the mode was chosen by, where one was promised."""
+    promise = None if entry.service is None else entry.service.model.promise
+    return {} if promise is None else {"quality": promise.about()}

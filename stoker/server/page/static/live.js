@@ -124,7 +124,7 @@ function show(sample) {
   $("live").classList.remove("stale");
   if (!model) return;
   showModels(sample.models);
-  $("live-note").textContent = model.loaded ? state(model) : "not in memory: loads when asked";
+  $("live-note").textContent = model.loaded ? state(model) + routed(model) : "not in memory: loads when asked";
   showTotals(sample, model);
   $("live").classList.toggle("asleep", !model.loaded);
   if (!model.loaded) return;
@@ -152,6 +152,15 @@ function state({ status }) {
   if (status.draining) return "shutting down";
   const reading = status.sequences.some((row) => row.phase === "prefill");
   return status.running === 0 ? "idle" : reading ? "reading a prompt" : "writing";
+}
+
+// A mode that changes the output is said, with what the probe saw of it, and that it was given up.
+function routed({ quality }) {
+  const { routing, probe } = quality;
+  if (routing.fell_back_from) return `; ${routing.fell_back_from} broke its bound: exact since`;
+  if (routing.lossless) return "";
+  if (!probe || !probe.probes) return `; routing ${routing.mode}`;
+  return `; routing ${routing.mode}, KL ${probe.kl_mean.toPrecision(2)} of ${probe.kl_limit.toPrecision(2)}`;
 }
 
 function drawTiles() {
