@@ -1,12 +1,16 @@
-"""`stoker train heads|sft|distill|all`: adapters for a store, trained on this machine inside a budget."""
+"""`stoker train heads|sft|distill|roster|all`: adapters for a store, trained on this machine inside a budget."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli import common
 from stoker.errors import OptionError
+
+if TYPE_CHECKING:
+    from stoker.train.job import Job
 
 _TEXT = "Text"
 _HEADS = "Heads"
@@ -185,6 +189,45 @@ def distill(
     )  # fmt: skip
 
 
+@group.command("roster")
+def roster(
+    store: Store,
+    out: Out,
+    text: Text,
+    roster_size: common.RosterSize = None,
+    pin_after: common.PinAfter = None,
+    delta: common.Delta = None,
+    adapter: Adapter = None,
+    rank: Rank = 16,
+    alpha: Alpha = 32,
+    steps: Steps = None,
+    sequences: Sequences = 8,
+    sequence_tokens: SequenceTokens = 256,
+    lr: Rate = None,
+    seed: Seed = 0,
+    memory: Memory = "auto",
+    hold: HoldOption = "auto",
+    threads: Threads = None,
+) -> None:
+    """LoRA on text under the roster rule with pinning active: what makes `--routing roster` cost little (600 steps)."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from stoker.routing.settings import roster_settings
+    from stoker.runtime.plan import top_k
+    from stoker.runtime.skeleton import load_config
+    from stoker.store.reader import open_store
+
+    asked = SimpleNamespace(roster_size=roster_size, pin_after=pin_after, delta=delta)
+    experts = min(pool.experts for pool in open_store(store).pools)
+    rosters = replace(roster_settings(asked, experts, top_k(load_config(store).get_text_config())), shift=None)
+    _run(
+        ["roster"], store, out, text, {"sequences": sequences, "seed": seed},
+        rank=rank, alpha=alpha, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter, memory=memory,
+        hold=hold, threads=threads, roster=rosters,
+    )  # fmt: skip
+
+
 @group.command("all")
 def everything(
     store: Store,
@@ -227,5 +270,14 @@ def _run(stages: list[str], store: Path, out: Path, text: list[Path], options: d
     for name, value in cost.items():
         note(f"{name}: {value}")
     print(f"wrote {out}")
-    print(f"next: stoker serve {store} --routing prerouter --adapter {out}")
+    print(f"next: stoker serve {store} {_routing(job)} --adapter {out}")
     sys.stdout.flush()
+
+
+def _routing(job: "Job") -> str:
+    """The options that serve what was trained."""
+    if job.roster is None:
+        return "--routing prerouter"
+    settings = job.roster.as_dict()
+    sizes = ",".join(map(str, settings["sizes"]))
+    return f"--routing roster --roster-size {sizes} --pin-after {settings['pin_after']} --delta {settings['delta']}"

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from stoker.errors import OptionError
+from stoker.routing.roster_options import RosterOptions
 from stoker.runtime.skeleton import load_config
 from stoker.store.reader import Store, open_store
 from stoker.train.data import Answers, Windows, hashes, read_source
@@ -29,10 +30,10 @@ from stoker.train.stages import Stage, StageOptions, train_distill, train_heads,
 from stoker.train.teacher import Endpoint, Teacher, Writing
 from stoker.train.workers import Workers
 
-STAGES = ("heads", "sft", "distill")
-STEPS = {"heads": 150, "sft": 150, "distill": 40}
+STAGES = ("heads", "sft", "distill", "roster")
+STEPS = {"heads": 150, "sft": 150, "distill": 40, "roster": 600}
 QUICK_STEPS = {"heads": 80, "sft": 40, "distill": 12}  # of `stoker train all`: minutes, not hours
-RATES = {"heads": 1e-3, "sft": 5e-4, "distill": 2e-4}
+RATES = {"heads": 1e-3, "sft": 5e-4, "distill": 2e-4, "roster": 5e-4}
 TEXT = "teacher.jsonl"
 
 
@@ -66,6 +67,7 @@ class Job:
     teacher_url: str | None = None
     teacher_model: str = "default"
     teacher_key: str | None = None
+    roster: RosterOptions | None = None  # of stage roster
 
     def __post_init__(self) -> None:
         if self.teacher is not None and self.teacher_url is not None:
@@ -121,6 +123,9 @@ def _train(
         student.add_heads(job.owners, job.hidden, options.seed)
     if name != "heads" and not student.lora:
         student.add_lora(job.lora, options.seed)
+    if name == "roster":
+        assert job.roster is not None
+        student.add_roster(job.roster)
     settings = {
         "stage": name,
         "base": student.model.store.fingerprint,
@@ -134,10 +139,13 @@ def _train(
         **{key: value for key, value in vars(options).items()},
         **({} if name == "heads" else vars(job.lora)),
         "sequence_tokens": job.sequence_tokens,
+        **({} if name != "roster" or job.roster is None else {"roster": job.roster.as_dict()}),
     }
     stage = Stage(job.out / "training" / name, job.schedule(name), options, settings, workers)
     if name == "heads":
         metrics = train_heads(student, source, stage)
+    elif name == "roster":
+        metrics = train_sft(student, source, stage)
     elif name == "sft":
         metrics = train_sft(student, _sft_text(job, teacher, source, tokenizer, workers, stage), stage)
     else:

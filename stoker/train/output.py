@@ -31,6 +31,7 @@ def save(
         recipe=recipe,
         data=data,
         quality=quality,
+        roster=None if student.roster is None else student.roster.as_dict(),
     )
 
 

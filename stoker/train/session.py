@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stoker.errors import OptionError
+from stoker.routing.roster_options import RosterOptions
 from stoker.routing.select import LayerRule
 from stoker.runtime.plan import top_k as configured_top_k
 from stoker.train import lora
@@ -22,12 +23,14 @@ from stoker.train.data import Batch, Windows
 from stoker.train.heads import HIDDEN, Heads
 from stoker.train.lora import LoraLinear, LoraSettings
 from stoker.train.model import TrainingModel
+from stoker.train.rostered import RosterRoutes, check
 from stoker.train.student import StudentRoutes, gates_of, rules_of
 
 
 @dataclass
 class Student:
-    """heads None: routes are the gate's; lora empty: the base's linears alone. `top_k` experts a token everywhere."""
+    """heads None: routes are the gate's, or along rosters; lora empty: the base's linears alone. `top_k` experts a
+    token everywhere."""
 
     model: TrainingModel
     rules: list[LayerRule]
@@ -35,6 +38,7 @@ class Student:
     heads: Heads | None = None
     lora: dict[str, LoraLinear] = field(default_factory=dict)
     lora_settings: LoraSettings | None = None
+    roster: RosterOptions | None = None
 
     @staticmethod
     def of(model: TrainingModel, top_k: int | None = None) -> Student:
@@ -54,6 +58,12 @@ class Student:
     def add_lora(self, settings: LoraSettings, seed: int = 0) -> None:
         self.lora, self.lora_settings = lora.attach(self.model.model, settings, seed), settings
 
+    def add_roster(self, options: RosterOptions) -> None:
+        """Routes along rosters from now on. Raises OptionError where they do not fit."""
+        assert self.heads is None, "heads and rosters both want to choose"
+        check(options, self.rules, min(pool.experts for pool in self.model.store.pools))
+        self.roster = options
+
     def head_parameters(self) -> dict[str, nn.Parameter]:
         """By the names of the published adapters: layers.N.fc1.weight, with N the owner's decoder layer."""
         if self.heads is None:
@@ -71,9 +81,11 @@ class Student:
         for update in self.lora.values():
             update.active = False
         self.model.use_top_k(None)
+        roster, self.roster = self.roster, None
         try:
             yield
         finally:
+            self.roster = roster
             for update in self.lora.values():
                 update.active = True
             self.model.use_top_k(self.top_k)
@@ -93,6 +105,10 @@ class Student:
     @contextmanager
     def routing(self, batch: Batch) -> Iterator[StudentRoutes | None]:
         """Within, forward passes over this batch take the student's routes."""
+        if self.roster is not None:
+            with self.model.follow(RosterRoutes(self.roster, self.rules, len(batch.ids_BT))):
+                yield None
+            return
         if self.heads is None:
             yield None
             return
