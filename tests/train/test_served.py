@@ -1,4 +1,4 @@
-"""Trained heads are served as they were trained: the same logits from the engine's own prerouter."""
+"""A trained adapter is served as it was trained: the same logits from the engine's own prerouter and LoRA."""
 
 from pathlib import Path
 
@@ -22,7 +22,6 @@ NEAR_TIES = 0.1  # of the rows may have a route that flips between two experts w
 def test_serving_computes_what_was_trained(architecture: str, packed: Packer, tmp_path: Path) -> None:
     store, ids, prompt = packed(architecture, 4), some_ids(2, 24), 5
     shaken = shaken_student(store)
-    shaken.lora = {}  # heads alone
     save(shaken, tmp_path, {}, {}, {})
     shaken.model.close()
     student = Student.of(load(store, BaseOptions(memory="6GiB", step_tokens=64, threads=1)))
