@@ -42,9 +42,7 @@ def logits(results: dict) -> str:
 
 def weights(results: dict) -> str:
     """One row a LoRA, width and kind of projection: what is left of the delta."""
-    rows = [
-        "| LoRA | merged into | matrices | RMS of the delta | 4-bit step | norm left | share left | cosine |"
-    ]
+    rows = ["| LoRA | merged into | matrices | RMS of the delta | 4-bit step | norm left | share left | cosine |"]
     rows.append("|---" * 8 + "|")
     for name in TOLD:
         for width, one in results.get(name, {}).get("merged", {}).items():

@@ -4,8 +4,8 @@
 
 Trains two LoRAs on the quantised testbed model (PEFT, rank 16, attention): `recovery` imitates the 16-bit model on all
 domains, `domain` learns one domain's text further. Then merges each into the quantised weights, rounds again, and
-compares with the LoRA served beside them. Writes results.json beside this file. Needs the testbed's tokens
-(recipes/testbed/README.md); shape and seeds decide everything.
+compares with the LoRA served beside them. Writes results.json beside this file. Needs the testbed's corpus
+(recipes/testbed/README.md), which is encoded by the model's own tokenizer; shape and seeds decide everything.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
-from recipes.testbed.data import Windows, evaluation_windows
+from recipes.testbed.corpus import read
 from recipes.testbed.measure import load
 from recipes.testbed.model import SHAPES, hidden_states
 from recipes.testbed.quantise import GROUP, round_model, rounded
@@ -65,7 +66,7 @@ def study(name: str, options: argparse.Namespace) -> dict:
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(KINDS), lora_dropout=0.0), student)
     curve = train(student, teacher, name, options)
     domains = (DOMAIN,) if name == "domain" else DOMAINS
-    windows = torch.cat([evaluation_windows(one, "test", 512, options.windows) for one in domains])
+    windows = torch.cat([text_windows(options.model, one, "test", 512, options.windows) for one in domains])
     base, trained = logits(quantised(options.model), windows), logits(student, windows)
     deltas = dict(lora_deltas(student))
     merged = {}
@@ -108,21 +109,30 @@ def train(student: nn.Module, teacher: nn.Module | None, name: str, options: arg
         loss.backward()
         optimiser.step()
         schedule.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     each = max(1, len(losses) // 10)
     return [round(float(np.mean(losses[first : first + each])), 5) for first in range(0, len(losses), each)]
 
 
 def batches(name: str, options: argparse.Namespace) -> Iterator[Tensor]:
-    """int64 [SEQUENCES, WIDTH + 1] training windows: of all domains, or of one."""
-    every = Windows(WIDTH, options.seed)
-    of_domain = evaluation_windows(DOMAIN, "train", WIDTH) if name == "domain" else None
+    """int64 [SEQUENCES, WIDTH + 1] training windows: of all domains, or of one, drawn by the seed."""
+    domains = (DOMAIN,) if name == "domain" else DOMAINS
+    most = -(-options.steps * SEQUENCES // len(domains))
+    windows = torch.cat([text_windows(options.model, one, "train", WIDTH, most) for one in domains])
     order = torch.Generator().manual_seed(options.seed)
-    for step in range(options.steps):
-        if of_domain is None:
-            yield every.batch(step, SEQUENCES)
-        else:
-            yield of_domain[torch.randint(0, len(of_domain), (SEQUENCES,), generator=order)]
+    for _ in range(options.steps):
+        yield windows[torch.randint(0, len(windows), (SEQUENCES,), generator=order)]
+
+
+def text_windows(model: str, domain: str, split: str, width: int, most: int) -> Tensor:
+    """int64 [n, width + 1]: the first `most` windows of a domain's split, documents one after the other."""
+    tokenizer, ids = AutoTokenizer.from_pretrained(TESTBED / model), []
+    for text in read(domain, split):
+        ids += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id or 0]
+        if len(ids) > most * width:
+            break
+    count = min(most, (len(ids) - 1) // width)
+    return torch.tensor([ids[row * width : row * width + width + 1] for row in range(count)])
 
 
 def forward(model: nn.Module, ids_BT: Tensor) -> Tensor:
