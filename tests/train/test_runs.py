@@ -69,8 +69,9 @@ def test_two_processes_train_as_one(packed: Packer, text: Path, tmp_path: Path) 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]
+    # `accelerate launch --cpu` starts one process unless it has mpirun; torchrun sets what Accelerate reads.
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
+    launch += ["--master_port", str(port)]
     for stage, more in (
         ("heads", []),
         ("sft", []),
@@ -80,6 +81,8 @@ def test_two_processes_train_as_one(packed: Packer, text: Path, tmp_path: Path) 
         assert one.returncode == 0, one.stderr
         two = run([*launch, *command(stage, store, tmp_path / f"two-{stage}", text, 5, *more)], CUDA_VISIBLE_DEVICES="")
         assert two.returncode == 0, two.stderr
+        begun = json.loads((tmp_path / f"two-{stage}" / "training" / stage / "run.json").read_text())
+        assert begun["processes"] == 2
         ours, theirs = curve(tmp_path / f"two-{stage}", stage), curve(tmp_path / f"one-{stage}", stage)
         assert len(ours) == 5
         assert np.allclose(np.array(ours), np.array(theirs), rtol=2e-4), (stage, ours, theirs)
