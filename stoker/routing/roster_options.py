@@ -13,7 +13,7 @@ from typing import Any
 from stoker.errors import OptionError
 from stoker.routing.roster import Roster, Shift
 
-DELTA = 0.25  # chosen by experiment: docs/routing.md
+DELTA = 0.25  # a first guess: no experiment has chosen it yet
 SHARE = 0.2
 LEAST_PREFIX_TOKENS = 16  # of a share or a prompt: fewer choices say nothing
 

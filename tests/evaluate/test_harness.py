@@ -20,7 +20,7 @@ INSTALLED = find_spec("lm_eval") is not None
 def model(tmp_path_factory: pytest.TempPathFactory) -> stoker.Model:
     base = tmp_path_factory.mktemp("harness")
     store = pack(write_checkpoint(base / "checkpoint"), base / "store", "--bits", 16)
-    with stoker.load(store, memory="1GiB", threads=1, ctx_size=256) as loaded:
+    with stoker.load(store, memory="6GiB", threads=1, ctx_size=256) as loaded:
         yield loaded
 
 

@@ -15,7 +15,7 @@ from stoker.evaluate.text import Window
 from stoker.runtime.model import Options, Runtime, load
 from tests.runtime.conftest import Packer
 
-OPTIONS = Options(memory="1GiB", ctx_size=128, threads=1)
+OPTIONS = Options(memory="6GiB", ctx_size=128, threads=1)
 
 
 def random_windows(count: int, tokens: int = 48) -> list[Window]:

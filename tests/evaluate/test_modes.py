@@ -14,7 +14,7 @@ from stoker.runtime.model import Options, load
 from stoker.store.reader import open_store
 from tests.generate.stores import pack, write_checkpoint
 
-OPTIONS = Options(memory="1GiB", ctx_size=128, threads=1)
+OPTIONS = Options(memory="6GiB", ctx_size=128, threads=1)
 FEW = {"windows": 1, "window_tokens": 100, "prompt_tokens": 20}
 
 

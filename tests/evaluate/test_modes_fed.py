@@ -36,7 +36,7 @@ class LastChoiceSwapped(RoutingRule):
 
 @pytest.fixture
 def runtime(packed: Packer):  # type: ignore[no-untyped-def]
-    with load(packed("qwen3_moe", 8), Options(memory="1GiB", ctx_size=128, threads=1)) as loaded:
+    with load(packed("qwen3_moe", 8), Options(memory="6GiB", ctx_size=128, threads=1)) as loaded:
         loaded.follow(LastChoiceSwapped())
         yield loaded
 
@@ -63,7 +63,7 @@ def test_the_same_store_is_its_own_reference(runtime, packed: Packer) -> None:  
     assert figures["routes_against_reference"]["slot_agreement"] < 1
     assert figures["against_reference"]["all"]["kl_mean"] > 1e-3
     assert exact.about()["routing"] == {"mode": "exact", "lossless": True}
-    with load(packed("qwen3_moe", 8), Options(memory="1GiB", ctx_size=128, threads=1)) as plain:
+    with load(packed("qwen3_moe", 8), Options(memory="6GiB", ctx_size=128, threads=1)) as plain:
         for window in windows:
             expected = StoreScorer(plain).score(window, PROMPT).logits_NV
             assert torch.equal(exact.score(window, PROMPT).logits_NV, expected)

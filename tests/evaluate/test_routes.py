@@ -52,7 +52,7 @@ def test_a_streamed_model_and_a_whole_one_are_recorded_alike(packed: Packer, arc
     whole = RouteMeter(eager)
     with whole.recording(), torch.inference_mode():
         eager(input_ids=IDS)
-    with load(directory, Options(memory="1GiB", ctx_size=64, threads=1, path="staged", slots=None)) as runtime:
+    with load(directory, Options(memory="6GiB", ctx_size=64, threads=1, path="staged", slots=None)) as runtime:
         streamed = RouteMeter(runtime.model)
         with streamed.recording():
             runtime.logits(IDS)

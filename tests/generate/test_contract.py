@@ -22,6 +22,7 @@ from tests.runtime.test_architectures import some_ids
 
 __all__ = ["packed"]
 GIB = 2**30
+MEMORY = 6 * GIB  # the process that runs the tests counts
 PROMPT = some_ids(1, 20, seed=1)[0].tolist()
 EXACT = MeasuredMode("exact", {}, 0.0, 0.0, 1.0, 1.0, 20.0, 0.0, 0)
 
@@ -40,12 +41,12 @@ def store(packed: Packer, tmp_path: Path) -> Path:
     fast = MeasuredMode(
         "heads", options, 0.01, 0.02, 1.01, 1.02, 5.0, 0.0, 900, adapter_fingerprint=adapter.fingerprint
     )
-    remember(open_store(directory).fingerprint, Records(GIB, [EXACT, fast]))
+    remember(open_store(directory).fingerprint, Records(MEMORY, [EXACT, fast]))
     return directory
 
 
 def load(store: Path, bound: str) -> Model:
-    return stoker.load(store, memory=GIB, ctx_size=256, threads=1, quality=bound)
+    return stoker.load(store, memory=MEMORY, ctx_size=256, threads=1, quality=bound)
 
 
 def test_the_bound_decides_what_is_loaded(store: Path) -> None:
@@ -66,9 +67,9 @@ def test_the_bound_decides_what_is_loaded(store: Path) -> None:
 
 def test_one_or_the_other(store: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--quality chooses the mode"):
-        stoker.load(store, memory=GIB, quality="kl<=0.05", adapter=tmp_path / "heads")
+        stoker.load(store, memory=MEMORY, quality="kl<=0.05", adapter=tmp_path / "heads")
     with pytest.raises(OptionError, match="stoker eval modes"):
-        stoker.load(store, memory=2 * GIB, quality="kl<=0.05")
+        stoker.load(store, memory=2 * MEMORY, quality="kl<=0.05")
 
 
 def test_an_adapter_that_changed_is_refused(store: Path, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def answers(batcher: Batcher, count: int, tokens: int) -> list[Done]:
 def test_a_broken_bound_ends_in_exact_answers(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Random heads are far from the gates: with every token probed the bound breaks in the first answers; those go on
     by the gates, and what comes after is bit for bit the plain model's."""
-    with stoker.load(store, memory=GIB, ctx_size=256, threads=1) as plain:
+    with stoker.load(store, memory=MEMORY, ctx_size=256, threads=1) as plain:
         exact = plain.generate(PROMPT, max_tokens=12, ignore_eos=True).token_ids
     with load(store, "kl<=0.05") as model, caplog.at_level(logging.WARNING, "stoker.engine"):
         probe = QualityProbe(model.runtime, 1e-6, share=1.0)

@@ -18,7 +18,7 @@ ANSWER = [17, 80, 41, 99, 6, 120, 33, 58]
 @pytest.fixture
 def runtime(packed: Packer):  # type: ignore[no-untyped-def]
     """Two slots a layer more than a token needs: what passes by must not stay."""
-    options = Options(memory="1GiB", ctx_size=128, threads=1, path="hot", slots=(4, 4, 4), prefetch=0)
+    options = Options(memory="6GiB", ctx_size=128, threads=1, path="hot", slots=(4, 4, 4), prefetch=0)
     with load(packed("qwen3_moe", 8), options) as loaded:
         loaded.follow(LastChoiceSwapped())
         yield loaded
@@ -46,7 +46,7 @@ def test_it_leaves_no_trace(runtime, packed: Packer) -> None:  # type: ignore[no
     """The same logits, the same experts in memory, the same counts of use as without it."""
     probe = QualityProbe(runtime, limit=10.0, share=1.0)
     with_probe, residents = answer(runtime, probe)
-    options = Options(memory="1GiB", ctx_size=128, threads=1, path="hot", slots=(4, 4, 4), prefetch=0)
+    options = Options(memory="6GiB", ctx_size=128, threads=1, path="hot", slots=(4, 4, 4), prefetch=0)
     with load(packed("qwen3_moe", 8), options) as other:
         other.follow(LastChoiceSwapped())
         expected, expected_residents = answer(other)
