@@ -31,7 +31,7 @@ SHORT_S = 2.0  # where the server may well wait for more
 WARM_UP = 300
 ROUNDS = 10  # memory is looked at between them
 GROWTH_BYTES = 48 << 20  # from the warm-up to the end
-DRIFT_BYTES = 24 << 20  # from the median of the first half to that of the second
+DRIFT_BYTES = 12 << 20  # from the median of the first half to that of the second
 IDLE_S = 15.0  # an idle server has given back by then what is free
 
 USER = {"role": "user", "content": "Hello there"}
