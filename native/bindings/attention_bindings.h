@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "kernels/attention.h"
+#include "kernels/layer_front.h"
 #include "kernels/norm.h"
 #include "kernels/topk.h"
 
@@ -19,6 +20,21 @@ void call_outside_gil_if(bool large, F&& f) {
   std::optional<nanobind::gil_scoped_release> release;
   if (large) release.emplace();
   f();
+}
+
+inline LayerFront make_front(const AttentionLayer& attention, uintptr_t before, float before_eps, bool before_offset, uintptr_t after,
+                             float after_eps, bool after_offset, const Matrix* router, int64_t top_k, bool renormalise) {
+  LayerFront f;
+  f.attention = attention;
+  f.before = {reinterpret_cast<const float*>(before), before_eps, before_offset};
+  f.after = {reinterpret_cast<const float*>(after), after_eps, after_offset};
+  f.top_k = top_k, f.renormalise = renormalise;
+  if (router != nullptr) f.router = *router;
+  const bool routes = router != nullptr && top_k > 0 && top_k <= router->rows && router->cols == attention.q.cols;
+  if (attention.o.rows != attention.q.cols || !(routes || (router == nullptr && top_k == 0))) {
+    throw std::invalid_argument("the shapes of the layer do not fit together");
+  }
+  return f;
 }
 
 inline AttentionLayer make_attention(const Matrix& q, const Matrix& k, const Matrix& v, const Matrix& o, int64_t n_heads,
@@ -87,6 +103,15 @@ inline void bind_attention(nanobind::module_& m) {
         return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), added));
       }, "step"_a, "x"_a, "out"_a, "qkv"_a, "mixed"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", [](const AttentionLayer& layer, int64_t T) { return attention_scratch_bytes(layer, T); }, "T"_a);
+  nb::class_<LayerFront>(m, "LayerFront")
+      .def("forward", [](const LayerFront& layer, const AttentionStep& step, uintptr_t x, uintptr_t hidden, uintptr_t normed,
+                         uintptr_t logits, uintptr_t weights, uintptr_t experts) {
+        const FrontResults out{reinterpret_cast<float*>(hidden), reinterpret_cast<float*>(normed), reinterpret_cast<float*>(logits),
+                               reinterpret_cast<float*>(weights), reinterpret_cast<int64_t*>(experts)};
+        return static_cast<int>(layer_front(layer, step, reinterpret_cast<const float*>(x), out));
+      }, "step"_a, "x"_a, "hidden"_a, "normed"_a, "logits"_a, "weights"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>());
+  m.def("make_front", &make_front, "attention"_a, "before"_a, "before_eps"_a, "before_offset"_a, "after"_a, "after_eps"_a,
+        "after_offset"_a, "router"_a.none(), "top_k"_a, "renormalise"_a);
   m.def("make_attention", &make_attention, "q"_a, "k"_a, "v"_a, "o"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rotary_dim"_a,
         "layer"_a, "n_layers"_a, "scale"_a, "norm"_a, "q_norm"_a, "k_norm"_a, "eps"_a, "unit_offset"_a, "output_gate"_a,
         "window"_a, "sinks"_a);

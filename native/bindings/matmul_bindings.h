@@ -3,14 +3,18 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "kernels/activations.h"
 #include "kernels/dispatch.h"
 #include "kernels/experts.h"
 #include "kernels/gather.h"
+#include "kernels/layer_front.h"
 #include "kernels/matmul.h"
 #include "kernels/thread_pool.h"
 
@@ -67,6 +71,14 @@ inline void check_range(const int32_t* values, int64_t n, int64_t limit, const c
   }
 }
 
+inline void check_addresses(const int64_t* addresses, int64_t n) {
+  for (int64_t e = 0; e < n; ++e) {
+    if (addresses[e] == 0 || addresses[e] % 64 != 0) {
+      throw std::out_of_range("the address of expert " + std::to_string(e) + " is null or not aligned to 64 bytes");
+    }
+  }
+}
+
 inline void forward_experts(const Experts& experts, int64_t n_experts, uintptr_t addresses, uintptr_t row_start, int64_t n_rows,
                             uintptr_t token_of_row, uintptr_t out_row, uintptr_t x, int64_t n_tokens, uintptr_t out,
                             int64_t n_out) {
@@ -77,13 +89,27 @@ inline void forward_experts(const Experts& experts, int64_t n_experts, uintptr_t
   }
   for (int64_t e = 0; e < n_experts; ++e) {
     if (rows.row_start[e] > rows.row_start[e + 1]) throw std::out_of_range("row_start must not decrease");
-    if (rows.addresses[e] == 0 || rows.addresses[e] % 64 != 0) {
-      throw std::out_of_range("the address of expert " + std::to_string(e) + " is null or not aligned to 64 bytes");
-    }
   }
+  check_addresses(rows.addresses, n_experts);
   check_range(rows.token_of_row, n_rows, n_tokens, "token_of_row");
   check_range(rows.out_row, n_rows, n_out, "out_row");
   experts.forward(rows, pointer<const float>(x), pointer<float>(out));
+}
+
+// One token through its experts, weighted and added to `residual`: out [D] = residual + sum over k of weights[k] * expert k.
+inline void forward_token(const Experts& experts, const std::vector<int64_t>& addresses, uintptr_t x, uintptr_t weights,
+                          uintptr_t residual, uintptr_t out) {
+  thread_local std::vector<float> pairs;
+  thread_local std::vector<int32_t> row_start, zeros;
+  const int64_t K = static_cast<int64_t>(addresses.size()), D = experts.width();
+  pairs.resize(static_cast<size_t>(K * D));
+  zeros.assign(static_cast<size_t>(K), 0);
+  row_start.resize(static_cast<size_t>(K + 1));
+  std::iota(row_start.begin(), row_start.end(), 0);
+  check_addresses(addresses.data(), K);
+  experts.forward({K, addresses.data(), row_start.data(), zeros.data(), row_start.data()}, pointer<const float>(x), pairs.data());
+  combine(pairs.data(), pointer<const float>(weights), 1, K, D, pointer<float>(out));
+  add_rows(pointer<const float>(residual), pointer<const float>(out), D, pointer<float>(out));
 }
 
 inline void gather_checked(const Matrix& m, uintptr_t ids, int64_t n, uintptr_t out) {
@@ -141,7 +167,8 @@ inline void bind_matmul(nanobind::module_& m) {
         new (self) stoker::Experts(gate, up, down, {static_cast<stoker::Activation>(activation), alpha, limit});
       })
       .def("forward", &stoker::forward_experts, "n_experts"_a, "addresses"_a, "row_start"_a, "n_rows"_a, "token_of_row"_a,
-           "out_row"_a, "x"_a, "n_tokens"_a, "out"_a, "n_out"_a, release());
+           "out_row"_a, "x"_a, "n_tokens"_a, "out"_a, "n_out"_a, release())
+      .def("forward_token", &stoker::forward_token, "addresses"_a, "x"_a, "weights"_a, "residual"_a, "out"_a, release());
   m.def("combine", [](uintptr_t pairs, uintptr_t weights, int64_t T, int64_t K, int64_t D, uintptr_t out) {
     stoker::combine(pointer<const float>(pairs), pointer<const float>(weights), T, K, D, pointer<float>(out));
   }, "pairs"_a, "weights"_a, "T"_a, "K"_a, "D"_a, "out"_a, release());

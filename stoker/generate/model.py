@@ -227,9 +227,7 @@ class Stream(Iterator[str]):
 class Model:
     """A loaded model. Safe to use from several threads: steps take turns. Close it, or use it as a context manager."""
 
-    def __init__(
-        self, runtime: Any, recorder: "Recorder | None" = None, promise: "Promise | None" = None
-    ) -> None:
+    def __init__(self, runtime: Any, recorder: "Recorder | None" = None, promise: "Promise | None" = None) -> None:
         self._runtime, self._recorder = runtime, recorder
         self.promise = promise
         if promise is not None:

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 # Native kernels. Addresses are integers; use stoker/native/kernels.py and stoker/native/attention.py.
 def set_threads(n: int) -> None: ...
 def threads() -> int: ...
@@ -50,6 +52,7 @@ class Experts:
         out: int,
         n_out: int,
     ) -> None: ...
+    def forward_token(self, addresses: Sequence[int], x: int, weights: int, residual: int, out: int) -> None: ...
 
 def combine(pairs: int, weights: int, T: int, K: int, D: int, out: int) -> None: ...
 def rms_norm(x: int, weight: int, T: int, D: int, eps: float, unit_offset: bool, out: int) -> None: ...
@@ -76,6 +79,23 @@ class AttentionLayer:
     def forward_added(self, step: AttentionStep, x: int, out: int, qkv: int, mixed: int) -> int: ...
     def scratch_bytes(self, T: int) -> int: ...
 
+class LayerFront:
+    def forward(
+        self, step: AttentionStep, x: int, hidden: int, normed: int, logits: int, weights: int, experts: int
+    ) -> int: ...
+
+def make_front(
+    attention: AttentionLayer,
+    before: int,
+    before_eps: float,
+    before_offset: bool,
+    after: int,
+    after_eps: float,
+    after_offset: bool,
+    router: Matrix | None,
+    top_k: int,
+    renormalise: bool,
+) -> LayerFront: ...
 def make_attention(
     q: Matrix,
     k: Matrix,

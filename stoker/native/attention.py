@@ -35,12 +35,12 @@ def rms_norm(
     width = weight_D.shape[0]
     if x_TD.shape[-1] != width:
         raise ValueError(f"rms_norm: x has rows of {x_TD.shape[-1]}, the weight has {width}")
-    _check_f32("x", x_TD)
-    _check_f32("weight", weight_D)
+    check_f32("x", x_TD)
+    check_f32("weight", weight_D)
     if out is None:
         out = torch.empty_like(x_TD)
     else:
-        _check_f32("out", out)
+        check_f32("out", out)
         if out.shape != x_TD.shape:
             raise ValueError(f"rms_norm: out is {list(out.shape)}, x is {list(x_TD.shape)}")
     _kernels.rms_norm(
@@ -58,7 +58,7 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, 
     n_tokens, n_experts = logits_TE.shape
     if not 1 <= k <= n_experts:
         raise ValueError(f"topk_softmax: k must be 1 to {n_experts}, got {k}")
-    _check_f32("logits", logits_TE)
+    check_f32("logits", logits_TE)
     weights = torch.empty(n_tokens, k)
     experts = torch.empty(n_tokens, k, dtype=torch.int64)
     _kernels.topk_softmax(
@@ -107,12 +107,12 @@ class Attention:
             raise OptionError("a window must hold at least the token itself", expected="None, or 1 or more", got=window)
         norm = _norm_mode(q_norm, k_norm, head_dim, n_heads, n_kv_heads)
         if sinks is not None:
-            _check_f32("sinks", sinks, (n_heads,))
+            check_f32("sinks", sinks, (n_heads,))
         self.rotary_dim, self.width, self.out_width = rotary_dim, q.cols, o.rows
         self.projections = (q.rows, k.rows, v.rows)
         self.projected_width, self.mixed_width = q.rows + k.rows + v.rows, n_heads * head_dim
         self._held = (q, k, v, o, q_norm, k_norm, sinks)
-        self._native = _kernels.make_attention(
+        self.native = _kernels.make_attention(
             q.native,
             k.native,
             v.native,
@@ -139,7 +139,7 @@ class Attention:
 
         kernels.scratch_bytes() is what is held now, with everything.
         """
-        return self._native.scratch_bytes(n_tokens)
+        return self.native.scratch_bytes(n_tokens)
 
     def forward(
         self,
@@ -167,44 +167,36 @@ class Attention:
         Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was
         computed), StokerError (a finite key or value beyond half precision; out and the cache hold infinities).
         """
-        step = _last_step[0]
-        if not (
-            cos_TR is step.cos
-            and pos_of_token is step.pos
-            and sin_TR is step.sin
-            and kv_base == step.kv_base
-            and block_table is step.table
-            and seq_of_token is step.seq
-            and start_of_seq is step.start
-        ):
-            step = _last_step[0] = _Step(cos_TR, sin_TR, kv_base, block_table, seq_of_token, pos_of_token, start_of_seq)
+        step = step_of(cos_TR, sin_TR, kv_base, block_table, seq_of_token, pos_of_token, start_of_seq)
+        self.check_step(step, x_TD)
+        if out_TD.shape != (step.n_tokens, self.out_width) or out_TD.dtype is not _f32 or not out_TD.is_contiguous():
+            check_f32("out", out_TD, (step.n_tokens, self.out_width))
+        if qkv_added is None and mixed is None:
+            status = self.native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr())
+        else:
+            status = self._forward_added(step, x_TD, out_TD, qkv_added, mixed)
+        check_status(status)
+
+    def check_step(self, step: "Step", x_TD: Tensor) -> None:
+        """ValueError unless x and the rotation fit this block."""
         if step.rotary_dim != self.rotary_dim:
             raise ValueError(f"cos: expected {self.rotary_dim} columns, got {step.rotary_dim}")
         if x_TD.shape != (step.n_tokens, self.width) or x_TD.dtype is not _f32 or not x_TD.is_contiguous():
-            _check_f32("x", x_TD, (step.n_tokens, self.width))
-        if out_TD.shape != (step.n_tokens, self.out_width) or out_TD.dtype is not _f32 or not out_TD.is_contiguous():
-            _check_f32("out", out_TD, (step.n_tokens, self.out_width))
-        if qkv_added is None and mixed is None:
-            status = self._native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr())
-        else:
-            status = self._forward_added(step, x_TD, out_TD, qkv_added, mixed)
-        if status != _OK:
-            _raise(status)
+            check_f32("x", x_TD, (step.n_tokens, self.width))
 
     def _forward_added(
-        self, step: "_Step | _NoStep", x_TD: Tensor, out_TD: Tensor, qkv_added: Tensor | None, mixed: Tensor | None
+        self, step: "Step", x_TD: Tensor, out_TD: Tensor, qkv_added: Tensor | None, mixed: Tensor | None
     ) -> int:
         for name, tensor, width in (("qkv_added", qkv_added, self.projected_width), ("mixed", mixed, self.mixed_width)):
             if tensor is not None:
-                _check_f32(name, tensor, (step.n_tokens, width))
-        assert step.native is not None
-        if not hasattr(self._native, "forward_added"):
+                check_f32(name, tensor, (step.n_tokens, width))
+        if not hasattr(self.native, "forward_added"):
             raise StokerError("the native extension is older than this code", remedy="build and install stoker again")
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (qkv_added, mixed)]
-        return self._native.forward_added(step.native, x_TD.data_ptr(), out_TD.data_ptr(), *addresses)
+        return self.native.forward_added(step.native, x_TD.data_ptr(), out_TD.data_ptr(), *addresses)
 
 
-class _Step:
+class Step:
     """The tensors that all layers of a step share, checked, and their addresses."""
 
     def __init__(
@@ -212,8 +204,8 @@ class _Step:
     ) -> None:
         n_tokens = seq.shape[0]
         self.n_tokens, self.rotary_dim = n_tokens, cos.shape[-1]
-        _check_f32("cos", cos, (n_tokens, self.rotary_dim))
-        _check_f32("sin", sin, (n_tokens, self.rotary_dim))
+        check_f32("cos", cos, (n_tokens, self.rotary_dim))
+        check_f32("sin", sin, (n_tokens, self.rotary_dim))
         _check("block_table", table, _i32, (start.shape[0], table.shape[-1]))
         _check("seq_of_token", seq, _i32, (n_tokens,))
         _check("pos_of_token", pos, _i32, (n_tokens,))
@@ -243,13 +235,31 @@ class _Step:
         )
 
 
-class _NoStep:
-    cos = sin = table = seq = pos = start = None
-    kv_base = rotary_dim = n_tokens = 0
-    native = None
+_last_step: list[Step] = []
 
 
-_last_step: list[_Step | _NoStep] = [_NoStep()]
+def step_of(cos: Tensor, sin: Tensor, kv_base: int, table: Tensor, seq: Tensor, pos: Tensor, start: Tensor) -> Step:
+    """The checked form of what a step's layers share: made anew only when one of the objects is another one."""
+    if _last_step:
+        step = _last_step[0]
+        if (
+            cos is step.cos
+            and pos is step.pos
+            and sin is step.sin
+            and kv_base == step.kv_base
+            and table is step.table
+            and seq is step.seq
+            and start is step.start
+        ):
+            return step
+    _last_step[:] = [Step(cos, sin, kv_base, table, seq, pos, start)]
+    return _last_step[0]
+
+
+def check_status(status: int) -> None:
+    """Raises what Attention.forward documents unless the native call went well."""
+    if status != _OK:
+        _raise(status)
 
 
 def _norm_mode(q_norm: Tensor | None, k_norm: Tensor | None, head_dim: int, n_heads: int, n_kv_heads: int) -> int:
@@ -266,8 +276,8 @@ def _norm_mode(q_norm: Tensor | None, k_norm: Tensor | None, head_dim: int, n_he
             f"q_norm, k_norm: expected [{head_dim}] each, or [{n_heads * head_dim}] and [{n_kv_heads * head_dim}], "
             f"got {list(q_norm.shape)} and {list(k_norm.shape)}"
         )
-    _check_f32("q_norm", q_norm)
-    _check_f32("k_norm", k_norm)
+    check_f32("q_norm", q_norm)
+    check_f32("k_norm", k_norm)
     return mode
 
 
@@ -287,7 +297,7 @@ def _raise(status: int) -> None:
     raise IndexError(what[status])
 
 
-def _check_f32(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> None:
+def check_f32(name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> None:
     _check(name, tensor, _f32, shape)
 
 

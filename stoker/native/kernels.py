@@ -175,6 +175,21 @@ class Experts:
             out_PD.shape[0],
         )
 
+    def forward_token(self, addresses: Sequence[int], x_1D: Tensor, weights_1K: Tensor, residual_1D: Tensor) -> Tensor:
+        """One token: residual + sum over k of weights[k] * expert_k(x), f32 [1, D]; the bits of forward, combine, add.
+
+        addresses: K record starts as in `forward`; IndexError for one that is null or not aligned. x, residual: f32
+        [1, D]; weights: f32 [1, K].
+        """
+        _check("x", x_1D, torch.float32, (1, self.width))
+        _check("weights", weights_1K, torch.float32, (1, len(addresses)))
+        _check("residual", residual_1D, torch.float32, (1, self.width))
+        out = torch.empty_like(residual_1D)
+        self._native.forward_token(
+            addresses, x_1D.data_ptr(), weights_1K.data_ptr(), residual_1D.data_ptr(), out.data_ptr()
+        )
+        return out
+
 
 def combine(pairs: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
     """out[t] = sum over k of weights[t, k] * pairs[t * K + k], in the order k = 0..K-1. pairs: f32 [T * K, D]."""

@@ -96,6 +96,13 @@ def _strongest_first(index_TK: Tensor) -> list[int]:
     return list(dict.fromkeys(index_TK.T.flatten().tolist()))
 
 
+def _combined(out_PD: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
+    """The weighted sum of each token's experts [T, D], added to the residual where there is one."""
+    out_TD = torch.empty_like(hidden_TD)
+    kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
+    return out_TD if residual_TD is None else residual_TD + out_TD
+
+
 class StreamedExperts:
     """The routed experts of one MoE layer: hidden [T, D], route [T, K] -> [T, D]."""
 
@@ -125,64 +132,68 @@ class StreamedExperts:
         self.logits: Tensor | None = None  # [T, E] of the gate, left here by a hook where the rule wants them
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._forward(hidden_TD, index_TK, weights_TK, None)
+
+    def add_to(self, residual_TD: Tensor, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """residual + forward(...), in one native call where a single token finds all its experts in memory."""
+        return self._forward(hidden_TD, index_TK, weights_TK, residual_TD)
+
+    def _forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None) -> Tensor:
         self.step.check_wanted()
+        hidden_TD = hidden_TD.contiguous()
         if self.step.passing:
             self.logits = None
-            return self._pass_by(hidden_TD.contiguous(), index_TK, weights_TK)
+            return self._pass_by(hidden_TD, index_TK, weights_TK, residual_TD)
         if self.rule is not None:
             logits_TE, self.logits = self.logits, None
             self.waits = True
             index_TK, weights_TK = self.rule.route(
                 self.index, self.step.rows, hidden_TD, logits_TE, index_TK, weights_TK
             )
-        tokens, choices = index_TK.shape
-        width = hidden_TD.shape[1]
-        hidden_TD = hidden_TD.contiguous()
         pairs = Pairs.of(index_TK)
-        if tokens == 1:
+        if len(index_TK) == 1:
             self.uses.single(pairs.experts)
         else:
             self.uses.step(index_TK)
-        out_PD = self.scratch.take(tokens * choices, width)
         tally = self.residency.tally
         hits, misses, stall_ns = tally.hits, tally.misses, tally.stall_ns
-        if self._streams(len(pairs.experts)):
-            self._whole_layer(pairs, index_TK, hidden_TD, out_PD)
-        else:
-            self._acquire(pairs, hidden_TD, out_PD)
-        out_TD = torch.empty_like(hidden_TD)
-        kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
+        out_TD = self._run(pairs, hidden_TD, index_TK, weights_TK, residual_TD)
         if self.recorder is not None:
             hits, misses, wait_ns = tally.hits - hits, tally.misses - misses, tally.stall_ns - stall_ns
             self.recorder.layer(self.step.index, self.pool, self.layer, index_TK, weights_TK, hits, misses, wait_ns)
         return out_TD
 
-    def _pass_by(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _pass_by(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None) -> Tensor:
         """The gate's own route without a trace: nothing is counted, no rule is asked, nothing stays in memory."""
         pairs = Pairs.of(index_TK)
         out_PD = self.scratch.take(index_TK.numel(), hidden_TD.shape[1])
         for positions, addresses in self.residency.peek_groups(self.pool, pairs.experts, group=STREAM_GROUP):
             self._compute(pairs, positions, addresses, hidden_TD, out_PD)
-        out_TD = torch.empty_like(hidden_TD)
-        kernels.combine(out_PD, weights_TK.to(torch.float32).contiguous(), out_TD)
-        return out_TD
+        return _combined(out_PD, weights_TK, hidden_TD, residual_TD)
 
-    def _streams(self, needed: int) -> bool:
-        if self.path == "auto":
-            return needed > self.residency.slots(self.pool)
-        return self.path == "whole_layer"
-
-    def _acquire(self, pairs: Pairs, hidden_TD: Tensor, out_PD: Tensor) -> None:
+    def _run(
+        self, pairs: Pairs, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor | None
+    ) -> Tensor:
+        if self._streams(len(pairs.experts)):
+            out_PD = self.scratch.take(index_TK.numel(), hidden_TD.shape[1])
+            self._whole_layer(pairs, index_TK, hidden_TD, out_PD)
+            return _combined(out_PD, weights_TK, hidden_TD, residual_TD)
         with self.residency.acquire(self.pool, pairs.experts) as lease:
             if self.step.phase == "decode":
                 self._read_ahead(hidden_TD)
             if self.rule is not None:
                 self.stage_coming()
-            if lease.all_present:
-                self._compute(pairs, range(len(pairs.experts)), lease.addresses, hidden_TD, out_PD)
-                return
+            if residual_TD is not None and lease.all_present and len(index_TK) == 1:
+                return self.kernel.forward_token(lease.addresses, hidden_TD, weights_TK, residual_TD)
+            out_PD = self.scratch.take(index_TK.numel(), hidden_TD.shape[1])
             for positions, addresses in lease.arrivals():
                 self._compute(pairs, positions, addresses, hidden_TD, out_PD)
+        return _combined(out_PD, weights_TK, hidden_TD, residual_TD)
+
+    def _streams(self, needed: int) -> bool:
+        if self.path == "auto":
+            return needed > self.residency.slots(self.pool)
+        return self.path == "whole_layer"
 
     def _read_ahead(self, hidden_TD: Tensor) -> None:
         """Submitted behind this layer's demand reads, so that the device works on while the last of them is computed.

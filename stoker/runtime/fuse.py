@@ -6,6 +6,8 @@ input at load time; whatever was tried and not replaced is reported by name. Not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +17,10 @@ from transformers import PreTrainedModel
 
 from stoker.errors import StokerError
 from stoker.native import attention, kernels
+from stoker.native.layer import Router
 from stoker.routing.select import LayerRule, one_by_one, select
 from stoker.runtime.kv import BLOCK_TOKENS, KVPool, KVShape
+from stoker.runtime.layer import LAYER_CLASSES, FusedLayer, same_numbers
 from stoker.runtime.linear import QuantLinear, plain_matrix
 from stoker.runtime.lora import AttentionLora
 from stoker.runtime.step import StepContext
@@ -53,6 +57,7 @@ class FusionReport:
     attention: int = 0
     norms: int = 0
     routers: int = 0
+    layers: int = 0
     left: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -82,6 +87,7 @@ class FusedRouter(nn.Module):
         super().__init__()
         self.matrix = plain_matrix(weight, bias)
         self.rule = LayerRule(top_k, "softmax", renormalise)
+        self.router = Router(self.matrix, top_k, renormalise)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = kernels.matmul(self.matrix, hidden.reshape(-1, hidden.shape[-1]))
@@ -142,11 +148,7 @@ class FusedAttention(nn.Module):
             flat_TD,
             cos_TR,
             sin_TR,
-            step.kv_base,
-            step.block_table,
-            step.seq_of_token,
-            step.pos_of_token,
-            step.start_of_seq,
+            *step.cache(),
             out_TD,
             *(added or ()),
         )
@@ -201,7 +203,57 @@ def fuse(model: PreTrainedModel, step: StepContext) -> FusionReport:
             model.set_submodule(path, SpacedGate(module), strict=True)
         elif type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
             _replace(model, path, module, _norm(module), report, "norms")
+    if shape is not None:
+        _fuse_layers(model, shape, step, report)
     return report
+
+
+def _fuse_layers(model: PreTrainedModel, shape: KVShape, step: StepContext, report: FusionReport) -> None:
+    """Decoder layers whose parts are native by now; one of each form is compared with transformers' code."""
+    same: dict[tuple[str, str], bool] = {}
+    for path, layer in list(model.named_modules()):
+        if type(layer).__name__ not in LAYER_CLASSES or not _plain_parts(layer):
+            continue
+        fused, form = FusedLayer(layer, step), (type(layer).__name__, type(layer.mlp).__name__)
+        if form not in same:
+            same[form] = _same_layer(model, layer, fused, shape, step)
+        if same[form]:
+            model.set_submodule(path, fused, strict=True)
+            report.layers += 1
+        else:
+            report.left[f"layers: {form[0]} with {form[1]}"] = "different numbers on random input"
+
+
+def _plain_parts(layer: Any) -> bool:
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    return isinstance(layer.self_attn, FusedAttention) and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+
+
+def _same_layer(
+    model: PreTrainedModel, layer: Any, fused: FusedLayer, shape: KVShape, step: StepContext, tokens: int = 5
+) -> bool:
+    with _trial_step(shape, tokens) as trial:
+        layer.self_attn.step = fused.step = trial
+        try:
+            return same_numbers(layer, fused, _rotary(model, tokens), torch.zeros(1, 1, tokens, tokens))
+        finally:
+            layer.self_attn.step = fused.step = step
+
+
+@contextmanager
+def _trial_step(shape: KVShape, tokens: int) -> Iterator[StepContext]:
+    """A step of one sequence's first tokens, with pages of its own."""
+    pool = KVPool(shape, BLOCK_TOKENS)
+    try:
+        yield StepContext(
+            kv_base=pool.base,
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            seq_of_token=torch.zeros(tokens, dtype=torch.int32),
+            pos_of_token=torch.arange(tokens, dtype=torch.int32),
+            start_of_seq=torch.zeros(1, dtype=torch.int32),
+        )
+    finally:
+        pool.close()
 
 
 def _router(module: Any) -> nn.Module:
@@ -301,24 +353,14 @@ def _check_attention(
 ) -> None:
     """Refuse to run when the native block and transformers' module disagree on random input."""
     assert isinstance(module.q_proj, QuantLinear)
-    pool = KVPool(shape, BLOCK_TOKENS)
-    saved, fused.step = (
-        fused.step,
-        StepContext(
-            kv_base=pool.base,
-            block_table=torch.zeros(1, 1, dtype=torch.int32),
-            seq_of_token=torch.zeros(tokens, dtype=torch.int32),
-            pos_of_token=torch.arange(tokens, dtype=torch.int32),
-            start_of_seq=torch.zeros(1, dtype=torch.int32),
-        ),
-    )
     x = torch.randn(1, tokens, module.q_proj.in_features, generator=torch.Generator().manual_seed(1))
     cos_sin = _rotary(model, tokens)
     mask = torch.full((tokens, tokens), torch.finfo(torch.float32).min).triu(1)[None, None]
     theirs = module(hidden_states=x, position_embeddings=cos_sin, attention_mask=mask)[0]
-    distance = _distance(fused(x, cos_sin)[0], theirs)
-    fused.step = saved
-    pool.close()
+    with _trial_step(shape, tokens) as trial:
+        saved, fused.step = fused.step, trial
+        distance = _distance(fused(x, cos_sin)[0], theirs)
+        fused.step = saved
     if not distance < ATTENTION_TOLERANCE:
         raise StokerError(
             "the native attention block disagrees with transformers' module",

@@ -437,6 +437,7 @@ class Runtime:
                 "attention": self.fusion.attention,
                 "norms": self.fusion.norms,
                 "routers": self.fusion.routers,
+                "layers": self.fusion.layers,
                 "left": self.fusion.left,
             },
             **({} if self.rule is None else self.rule.about() | {"route_meters": self.rule.figures()}),

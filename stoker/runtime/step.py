@@ -67,6 +67,10 @@ class StepContext:
         if self.given_up is not None and self.given_up():
             raise GivenUp("the step was given up")
 
+    def cache(self) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+        """The paged cache of this step, as native attention takes it: base, block table, owners, positions, starts."""
+        return self.kv_base, self.block_table, self.seq_of_token, self.pos_of_token, self.start_of_seq
+
     def turn(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin flat over tokens [T, R], the same objects for every layer of the step."""
         if rotary is not self.rotary:
