@@ -11,6 +11,8 @@
 #include "kernels/attention.h"
 #include "kernels/attention_ops.h"
 #include "kernels/dispatch.h"
+#include "kernels/layer_front.h"
+#include "kernels/matmul.h"
 #include "kernels/norm.h"
 #include "kernels/thread_pool.h"
 #include "kernels/topk.h"
@@ -252,10 +254,39 @@ void test_norm_and_choice() {
   CHECK(weights[0] == weights[1] && weights[4] == 0.0f && std::abs(weights[0] + weights[1] + weights[2] + weights[3] - 1.0f) < 1e-6f);
 }
 
+// One call equals its parts; many tokens go to several threads in every part.
+void test_front() {
+  const Case c({2, 1, 16, 16, 0, QkNorm::none, false, false});
+  const int64_t D = c.layer.q.cols, E = 8, K = 3;
+  const std::vector<float> before = noise(static_cast<size_t>(D)), after = noise(static_cast<size_t>(D)), gate = noise(static_cast<size_t>(16 * D));
+  LayerFront front;
+  front.attention = c.layer, front.top_k = K, front.renormalise = true;
+  front.before = {before.data(), 1e-6f, false}, front.after = {after.data(), 1e-5f, true};
+  front.router.format = Format::f32, front.router.rows = E, front.router.cols = D, front.router.codes = gate.data();
+  std::vector<uint16_t> cache(2 * 2 * 64 * 16);
+  const int32_t block = 0, seq = 0, pos = 0, start = 0;
+  const AttentionStep step{1, c.cos.data(), c.sin.data(), cache.data(), 1, 1, &block, &seq, &pos, &start};
+  std::vector<float> hidden(static_cast<size_t>(D)), normed(hidden), logits(E), weights(K), wanted(hidden), rows(hidden), route(E), shares(K);
+  std::vector<int64_t> experts(K), chosen(K);
+  CHECK(layer_front(front, step, c.x.data(), {hidden.data(), normed.data(), logits.data(), weights.data(), experts.data()}) == AttentionStatus::ok);
+  rms_norm(c.x.data(), before.data(), 1, D, 1e-6f, false, rows.data());
+  CHECK(attention_forward(c.layer, step, rows.data(), wanted.data()) == AttentionStatus::ok);
+  for (int64_t d = 0; d < D; ++d) CHECK(hidden[d] == c.x[d] + wanted[d]);
+  rms_norm(hidden.data(), after.data(), 1, D, 1e-5f, true, rows.data());
+  CHECK(rows == normed);
+  matmul(front.router, rows.data(), 1, route.data());
+  topk_softmax(route.data(), 1, E, K, true, shares.data(), chosen.data());
+  CHECK(route == logits && shares == weights && chosen == experts);
+  std::vector<float> many = noise(300000), twice(many.size());
+  add_rows(many.data(), many.data(), static_cast<int64_t>(many.size()), twice.data());
+  for (size_t i = 0; i < many.size(); ++i) CHECK(twice[i] == many[i] + many[i]);
+}
+
 }  // namespace
 
 int main() {
   pool().resize(2);
+  test_front();
   test_half();
   test_bad_indices();
   test_norm_and_choice();
