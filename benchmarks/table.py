@@ -27,8 +27,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         START,
         "A model of Qwen3-30B-A3B's shape (16.3 GB of experts at 4 bits, random weights and token ids, so that routing",
-        f"has no locality to profit from) on {origin['cores']} cores of an {origin['cpu']}. Each run is cold and in a",
-        "memory cgroup that counts the page cache; llama.cpp runs the same shape at Q4_0 in the same rounds. Device:",
+        f"has no locality to profit from) on {origin['cores']} cores of an {origin['cpu']} ({origin['isa']}). Each run is",
+        "cold and in a memory cgroup that counts the page cache; llama.cpp runs the same shape at Q4_0 in the same rounds. Device:",
         f"{device['median'] / 1e9:.2f} GB/s{rate} of record-sized reads. Medians of {rounds} rounds, commit",
         f"{origin['commit']}.",
         "",

@@ -19,11 +19,13 @@ _FOLDERS = re.compile(r"(?<=[= ])/(?:[^/ ]+/)+(?=[^/ ])")
 
 
 def provenance() -> dict[str, Any]:
-    """Command line, commit (with "+" when the tree has changes), processor, cores, memory, kernel, date (UTC)."""
+    """Command line, commit (with "+" when the tree has changes), processor with its widest instruction set that matters
+    here, cores, memory, kernel, date (UTC)."""
     return {
         "command": _FOLDERS.sub("", " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])),
         "commit": _commit(),
-        "cpu": _cpu_model(),
+        "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "isa": _instruction_set(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
@@ -40,14 +42,20 @@ def _commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "stoker", "native") else "")
 
 
-def _cpu_model() -> str:
+def _instruction_set() -> str:
+    flags = _cpuinfo("flags").split()
+    if "avx512_vnni" in flags:
+        return "AVX-512"
+    return "AVX2" if "avx2" in flags else platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    """The first processor's value, empty where the system does not say."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
