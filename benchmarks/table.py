@@ -1,4 +1,7 @@
-"""Writes the README's table of speeds from benchmarks/results/engine.json: `python benchmarks/table.py`."""
+"""Writes the README's tables of speeds, one for each machine that was measured: `python benchmarks/table.py`.
+
+engine.json is the latest run of `run_all`; a machine whose figures are to stay keeps a copy under a name of its own.
+"""
 
 import json
 from pathlib import Path
@@ -6,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: written by benchmarks/table.py -->", "<!-- end of results -->"
+RESULTS = ("engine_avx512.json", "engine.json")
 ROWS = {
     "stoker 3GiB": "stoker, 3 GiB",
     "stoker 4GiB": "stoker, 4 GiB",
@@ -25,12 +29,9 @@ def table(result: dict[str, Any]) -> str:
     rounds = max(cell["decode_tok_s"]["n"] for cell in result["cells"].values())
     rate = " ({min:.2f} to {max:.2f})".format(**{k: device[k] / 1e9 for k in ("min", "max")})
     lines = [
-        START,
-        "A model of Qwen3-30B-A3B's shape (16.3 GB of experts at 4 bits, random weights and token ids, so that routing",
-        f"has no locality to profit from) on {origin['cores']} cores of an {origin['cpu']} ({origin['isa']}). Each run",
-        "is cold and in a memory cgroup that counts the page cache; llama.cpp runs the same shape at Q4_0 in the same",
-        f"rounds. Device: {device['median'] / 1e9:.2f} GB/s{rate} of record-sized reads. Medians of {rounds} rounds,",
-        f"commit {origin['commit']}.",
+        "",
+        f"**{origin['cores']} cores of an {origin['cpu']}, {origin['isa']}.** Device: {device['median'] / 1e9:.2f} GB/s{rate}",
+        f"of record-sized reads. Medians of {rounds} rounds, commit {origin['commit']}.",
         "",
         "| engine and limit | prefill of 512, tok/s | decode, tok/s | read per token | peak RSS |",
         "|---|---|---|---|---|",
@@ -43,15 +44,16 @@ def table(result: dict[str, Any]) -> str:
             f"| {cell['decode_bytes_per_token']['median'] / 1e6:.0f} MB "
             f"| {cell['rss_peak_bytes']['median'] / 2**30:.2f} GiB |"
         )
-    return "\n".join([*lines, END])
+    return "\n".join(lines)
 
 
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
     before, rest = text.split(START)
-    written = table(json.loads((ROOT / "benchmarks/results/engine.json").read_text()))
-    readme.write_text(before + written + rest.split(END)[1])
+    results = [ROOT / "benchmarks/results" / name for name in RESULTS]
+    tables = [table(json.loads(path.read_text())) for path in results if path.exists()]
+    readme.write_text(before + "\n".join([START, *tables, END]) + rest.split(END)[1])
 
 
 if __name__ == "__main__":
