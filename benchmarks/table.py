@@ -30,8 +30,9 @@ def table(result: dict[str, Any]) -> str:
     rate = " ({min:.2f} to {max:.2f})".format(**{k: device[k] / 1e9 for k in ("min", "max")})
     lines = [
         "",
-        f"**{origin['cores']} cores of an {origin['cpu']}, {origin['isa']}.** Device: {device['median'] / 1e9:.2f} GB/s{rate}",
-        f"of record-sized reads. Medians of {rounds} rounds, commit {origin['commit']}.",
+        f"**{origin['cores']} cores of an {origin['cpu']}, {origin['isa']}.** Device:",
+        f"{device['median'] / 1e9:.2f} GB/s{rate} of record-sized reads. Medians of {rounds} rounds, commit",
+        f"{origin['commit']}.",
         "",
         "| engine and limit | prefill of 512, tok/s | decode, tok/s | read per token | peak RSS |",
         "|---|---|---|---|---|",
