@@ -20,7 +20,7 @@ def stoker_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "stoker", *map(str, arguments)]
 
 
-def stoker(*arguments: object, stdin: str = "", timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+def stoker(*arguments: object, stdin: str = "", timeout: float = 300, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own; stdin is a pipe."""
     return subprocess.run(
         stoker_command(*arguments), input=stdin, capture_output=True, text=True, timeout=timeout,

@@ -36,7 +36,7 @@ class Terminal:
         self.seen = ""
         self._read_to = 0
 
-    def expect(self, pattern: str, seconds: float = 60) -> str:
+    def expect(self, pattern: str, seconds: float = 180) -> str:
         """Wait until `pattern` appears after what was matched last; what came before it."""
         end = time.monotonic() + seconds
         while not (match := re.compile(pattern, re.S).search(self.seen, self._read_to)):
@@ -102,7 +102,7 @@ def test_a_conversation_at_a_terminal(terminal: Terminal) -> None:
     terminal.line("/nonsense")
     terminal.expect("unknown command /nonsense")
     terminal.line("/quit")
-    assert terminal.process.wait(timeout=30) == 0
+    assert terminal.process.wait(timeout=180) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None:
@@ -118,7 +118,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.expect(r"prompt \d+ tokens")
     terminal.expect(">>> ")
     terminal.type(CTRL_D)
-    assert terminal.process.wait(timeout=30) == 0
+    assert terminal.process.wait(timeout=180) == 0
     assert "Traceback" not in terminal.seen
 
 

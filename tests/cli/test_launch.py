@@ -78,7 +78,7 @@ def launch(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Comp
     (tmp_path / "home").mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, "-m", "stoker", "launch", *arguments],
-        env=environment | variables, capture_output=True, text=True, cwd=tmp_path, timeout=60,
+        env=environment | variables, capture_output=True, text=True, cwd=tmp_path, timeout=180,
     )  # fmt: skip
 
 

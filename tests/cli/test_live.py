@@ -83,7 +83,7 @@ def terminal() -> Iterator[tuple[int, list[bytes]]]:
     reader = threading.Thread(target=read)
     reader.start()
     yield theirs, seen
-    reader.join(timeout=30)
+    reader.join(timeout=180)
     os.close(ours)
 
 
@@ -95,7 +95,7 @@ def test_a_pipe_gets_the_text_alone(store: Path) -> None:
     plain = stoker("run", store, PROMPT, "--raw", "-n", 60, "--memory", "2GiB")
     with terminal() as (end, seen):
         done = subprocess.run(command(store), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=end,
-                              env={**ENVIRONMENT, "TERM": "xterm-256color"}, timeout=120)  # fmt: skip
+                              env={**ENVIRONMENT, "TERM": "xterm-256color"}, timeout=300)  # fmt: skip
         os.close(end)
     assert done.stdout.decode() == plain.stdout and done.returncode == 0
     drawn = b"".join(seen).decode()
@@ -109,7 +109,7 @@ def test_on_one_terminal_the_text_is_untouched(store: Path) -> None:
     plain = stoker("run", store, PROMPT, "--raw", "-n", 60, "--memory", "2GiB")
     with terminal() as (end, seen):
         done = subprocess.run(command(store), stdin=subprocess.DEVNULL, stdout=end, stderr=end,
-                              env={**ENVIRONMENT, "TERM": "xterm-256color"}, timeout=120)  # fmt: skip
+                              env={**ENVIRONMENT, "TERM": "xterm-256color"}, timeout=300)  # fmt: skip
         os.close(end)
     assert done.returncode == 0
     text = b"".join(seen).decode().replace("\r\n", "\n")

@@ -40,9 +40,9 @@ def follow(batcher: Batcher, job: Job) -> "queue.Queue[Event]":
 
 
 def to_end(events: "queue.Queue[Event]") -> list[Event]:
-    seen = [events.get(timeout=30)]
+    seen = [events.get(timeout=180)]
     while not isinstance(seen[-1], Done | Failed):
-        seen.append(events.get(timeout=30))
+        seen.append(events.get(timeout=180))
     return seen
 
 
@@ -69,7 +69,7 @@ def test_cancelling_ends_it(model: Model) -> None:
     batcher, events = Batcher(model), queue.Queue()
     try:
         ticket = batcher.submit(job(model, max_tokens=100), events.put)
-        while not isinstance(events.get(timeout=30), Piece):
+        while not isinstance(events.get(timeout=180), Piece):
             pass
         ticket.cancel()
         end = to_end(events)[-1]
@@ -206,10 +206,10 @@ def test_a_full_queue_refuses_and_says_when(model: Model) -> None:
 def test_draining_lets_answers_finish_and_tells_who_waits(model: Model) -> None:
     batcher = Batcher(model, parallel=1)
     running = follow(batcher, job(model, max_tokens=30))
-    while not isinstance(running.get(timeout=30), Piece):
+    while not isinstance(running.get(timeout=180), Piece):
         pass
     waiting = follow(batcher, job(model))
-    assert batcher.drain(timeout_s=30)
+    assert batcher.drain(timeout_s=180)
     assert isinstance(end := to_end(waiting)[-1], Failed) and isinstance(end.error, Closing)
     assert isinstance(end := to_end(running)[-1], Done) and len(end.result.token_ids) == 30
     with pytest.raises(Closing):
@@ -220,7 +220,7 @@ def test_draining_lets_answers_finish_and_tells_who_waits(model: Model) -> None:
 def test_closing_tells_who_is_at_work(model: Model) -> None:
     batcher = Batcher(model)
     running = follow(batcher, job(model, max_tokens=200))
-    while not isinstance(running.get(timeout=30), Piece):
+    while not isinstance(running.get(timeout=180), Piece):
         pass
     assert not batcher.drain(timeout_s=0)
     batcher.close()

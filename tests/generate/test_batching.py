@@ -64,9 +64,9 @@ def together(batcher: Batcher, jobs: list[Job]) -> list[tuple[list[int], Any]]:
     for job, listener in zip(jobs, listeners, strict=True):
         batcher.submit(job, listener.put)
     for listener in listeners:
-        event = listener.get(timeout=60)
+        event = listener.get(timeout=180)
         while not isinstance(event, Done | Failed):
-            event = listener.get(timeout=60)
+            event = listener.get(timeout=180)
         assert isinstance(event, Done), event
         found.append((event.result.token_ids, event.result.logprobs))
     return found
@@ -161,9 +161,9 @@ def test_a_long_step_that_nobody_wants_ends_between_two_layers(name: str, packed
         listener: queue.Queue[Event] = queue.Queue()
         with batcher._wake:
             ticket = batcher.submit(jobs()[4], listener.put)
-        events = [listener.get(timeout=60)]
+        events = [listener.get(timeout=180)]
         while not isinstance(events[-1], Done | Failed):
-            events.append(listener.get(timeout=60))
+            events.append(listener.get(timeout=180))
         assert isinstance(events[-1], Done) and events[-1].result.finish_reason == "cancelled"
         assert len(asked) == 2 and events[-1].result.usage.completion_tokens == 0
         assert together(batcher, [jobs()[1]]) == [wanted]

@@ -34,7 +34,7 @@ def answers(batcher: Batcher, jobs: list[Job]) -> list[tuple[str, list[int], Any
     found = []
     for listener in listeners:
         text, samples = "", []
-        while not isinstance(event := listener.get(timeout=120), Done):
+        while not isinstance(event := listener.get(timeout=180), Done):
             if isinstance(event, Piece):
                 text += event.text
                 samples += event.samples

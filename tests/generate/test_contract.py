@@ -96,7 +96,7 @@ def answers(batcher: Batcher, count: int, tokens: int) -> list[Done]:
         batcher.submit(Job(Request(tuple(PROMPT), sampling, max_tokens=tokens, ignore_eos=True)), own.put)
     found = []
     for own in events:
-        while not isinstance(event := own.get(timeout=120), Done):
+        while not isinstance(event := own.get(timeout=180), Done):
             assert not isinstance(event, Failed), event
         found.append(event)
     return found

@@ -86,7 +86,7 @@ def test_batches_and_kept_prefixes_change_nothing(packed, adapter: Path, kv_toke
                     request = Request(tuple(prompt), sampling, max_tokens=ANSWER, ignore_eos=True)
                     batcher.submit(Job(request), own.put)
                 for own, tokens in zip(events, expected, strict=True):
-                    while not isinstance(event := own.get(timeout=60), Done):
+                    while not isinstance(event := own.get(timeout=180), Done):
                         pass
                     assert event.result.token_ids == tokens
             assert prefix is not None and prefix.stats()["hit_tokens"] > 0

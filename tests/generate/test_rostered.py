@@ -51,7 +51,7 @@ def test_batches_and_the_prefix_cache_change_nothing(packed, options: dict[str, 
                     request = Request(tuple(prompt), sampling, max_tokens=ANSWER, ignore_eos=True)
                     batcher.submit(Job(request), own.put)
                 for own, tokens in zip(events, expected, strict=True):
-                    while not isinstance(event := own.get(timeout=60), Done):
+                    while not isinstance(event := own.get(timeout=180), Done):
                         pass
                     assert event.result.token_ids == tokens
         finally:

@@ -224,15 +224,15 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     ids=str,
 )
 def test_speed_on_a_large_vocabulary(options: SamplingOptions, limit_ms: float) -> None:
-    """The best of many, so that a busy machine does not decide the test."""
+    """The best of many, in time of the processor, so that a busy machine does not decide the test."""
     for spread in (0.3, 4.0):
         logits_V = logits_of(0, 151_936, spread)
         sampler = Sampler(options, 151_936, range(1000))
         taken = []
         for _ in range(25):
-            start = time.perf_counter()
+            start = time.thread_time()
             sampler.sample(logits_V)
-            taken.append(time.perf_counter() - start)
+            taken.append(time.thread_time() - start)
         assert min(taken) * 1e3 < limit_ms
 
 

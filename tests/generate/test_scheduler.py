@@ -20,6 +20,7 @@ class Asked:
     cached: int = 0
     cancel_after: int | None = None  # steps after its arrival
     said: int = 0  # answer tokens chosen
+    decides: bool = False  # its last token was chosen since it was admitted: not so of one that was put back
     held: int = 0  # tokens in KV
     admitted: int | None = None
     ended: int | None = None
@@ -72,14 +73,14 @@ class Run:
         step = self.scheduler.plan()
         self.steps.append(step)
         for id in step.preempted:
-            self.asked[id].held = 0
+            self.asked[id].held, self.asked[id].decides = 0, False
             self.put_back.append(id)
         running = self.scheduler.running
         assert len(running) <= self.limits.parallel
         assert bool(step.tokens) == bool(running), "a step without work, or work without a step"
-        deciding = {id for id in running if self.asked[id].held == self.asked[id].prompt + self.asked[id].said - 1}
-        deciding = {id for id in deciding if self.asked[id].said}
+        deciding = {id for id in running if self.asked[id].decides}
         assert set(step.decode) == deciding, "running answers go in every step"
+        assert all(self.asked[id].held == self.asked[id].prompt + self.asked[id].said - 1 for id in deciding)
         self._check_budget(step)
         for id, count in step.prefill:
             job = self.asked[id]
@@ -103,7 +104,7 @@ class Run:
 
     def _say(self, id: int) -> None:
         job = self.asked[id]
-        job.said += 1
+        job.said, job.decides = job.said + 1, True
         job.waits.append(self.at)
         if job.said == job.answer:
             self.scheduler.remove(id)

@@ -109,9 +109,9 @@ def test_cost_grows_linearly(token: str) -> None:
     ident = _BYTE_LEVEL.convert_tokens_to_ids(token) or _BYTE_LEVEL.encode("the", add_special_tokens=False)[0]
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         pieces_of(_BYTE_LEVEL, [ident] * count)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(200)
     assert min(seconds(4000) for _ in range(3)) < 3.0 * min(seconds(2000) for _ in range(3))

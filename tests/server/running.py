@@ -11,16 +11,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 import psutil
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 180.0  # what a busy machine may take for a thing that takes a moment; nothing that goes well waits so long
+# Every request on a connection of its own, and answered in PATIENCE_S: httpx's functions give up after five seconds.
+http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 _URL = re.compile(r"OpenAI\s+(http://\S+)/v1")
 
 
 class Server:
     """`stoker serve ARGUMENTS --port 0`. `url` has no slash at its end; `log` is everything on stderr so far."""
 
-    def __init__(self, *arguments: object, start_s: float = 120, **environment: str) -> None:
+    def __init__(self, *arguments: object, start_s: float = 300, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("STOKER_")}
         command = [sys.executable, "-m", "stoker", "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(
@@ -41,7 +45,7 @@ class Server:
     def rss_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
-    def wait_for_line(self, text: str, timeout_s: float = 10, *, times: int = 1) -> None:
+    def wait_for_line(self, text: str, timeout_s: float = PATIENCE_S, *, times: int = 1) -> None:
         """Until the log holds `text` so many times."""
         deadline = time.monotonic() + timeout_s
         while self.log.count(text) < times:
@@ -51,7 +55,7 @@ class Server:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code, when it has ended by itself."""
         code = self.process.wait(timeout_s)
         self._reader.join(5)

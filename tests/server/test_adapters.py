@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
 import stoker
 from stoker.adapter.lora import LoraPair, write_lora
 from stoker.store.reader import open_store
-from tests.server.running import Server
+from tests.server.running import Server, http
 
 PROMPT, TOKENS = "The quick brown fox", 10
 
@@ -46,7 +45,7 @@ def server(tiny_store: Path, loras: dict[str, Path]) -> Iterator[Server]:
 
 def ask(server: Server, model: str) -> str:
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = http.post(f"{server.url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
@@ -67,13 +66,13 @@ def test_each_request_takes_its_own(server: Server, tiny_store: Path, loras: dic
 
 
 def test_models_are_listed_and_named(server: Server) -> None:
-    listed = {model["id"]: model for model in httpx.get(f"{server.url}/v1/models").json()["data"]}
+    listed = {model["id"]: model for model in http.get(f"{server.url}/v1/models").json()["data"]}
     assert set(listed) == {"tiny", "tiny:one", "tiny:two"}
     assert listed["tiny"]["routing"] == {"mode": "exact", "lossless": True} and listed["tiny"]["parent"] is None
     assert listed["tiny:one"]["parent"] == "tiny" and listed["tiny:one"]["routing"]["adapter"]["lora_rank"] == 4
     assert not listed["tiny:one"]["routing"]["lossless"]
-    assert httpx.get(f"{server.url}/v1/models/tiny:two").json()["id"] == "tiny:two"
+    assert http.get(f"{server.url}/v1/models/tiny:two").json()["id"] == "tiny:two"
     body = {"model": "tiny:three", "prompt": PROMPT, "max_tokens": 1}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 404
-    answer = httpx.post(f"{server.url}/v1/completions", json=body | {"model": "tiny:one"}).json()
+    assert http.post(f"{server.url}/v1/completions", json=body).status_code == 404
+    answer = http.post(f"{server.url}/v1/completions", json=body | {"model": "tiny:one"}).json()
     assert answer["model"] == "tiny:one"

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
-from tests.server.running import Server
+from tests.server.running import Server, http
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 TOOLS: Any = [
@@ -62,7 +61,7 @@ def test_the_answer_is_that_of_the_other_api(client: anthropic.Anthropic, chat: 
 def test_events_come_in_the_order_of_the_api(client: anthropic.Anthropic, talking: Server) -> None:
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 6, "stream": True}
     headers = {"x-api-key": "sesame", "anthropic-version": "2023-06-01", "anthropic-beta": "some-beta"}
-    text = httpx.post(f"{talking.url}/v1/messages", json=body, headers=headers, timeout=60).text
+    text = http.post(f"{talking.url}/v1/messages", json=body, headers=headers).text
     events = [
         (lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: ")))
         for lines in (block.splitlines() for block in text.strip().split("\n\n"))

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 import stoker
-from tests.server.running import Server
+from tests.server.running import Server, http
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 BUDGET = "1500MiB"
@@ -147,7 +146,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
 def test_half_characters_have_bytes(client: openai.OpenAI, server: Server) -> None:
     """Text whose tokens are parts of characters: their bytes together are the text."""
     text = "🧑‍🚀 ᚠᛇᚻ"
-    pieces = httpx.post(f"{server.url}/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
+    pieces = http.post(f"{server.url}/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
     ids = [piece["id"] for piece in pieces]
     assert any("�" in piece["piece"] for piece in pieces)
     biases = {str(token): 100 for token in ids}
@@ -212,7 +211,7 @@ def test_a_context_that_is_too_long_says_both_numbers(client: openai.OpenAI) -> 
             ask()
         assert error.value.code == "context_length_exceeded" and "4096" in error.value.message, error.value.message
         asked = [int(word) for word in error.value.message.replace(",", " ").split() if word.isdigit()]
-        assert max(asked) > 4096 and time.monotonic() - started < 5
+        assert max(asked) > 4096 and time.monotonic() - started < 60
     assert chat(client, max_tokens=1_000_000, stop=" ").usage.completion_tokens > 0, "an upper bound may be too high"
 
 
@@ -226,7 +225,7 @@ def test_errors_have_the_sdks_shape(client: openai.OpenAI, server: Server) -> No
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": [image]}])  # type: ignore
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="demo", input="x")
-    assert httpx.get(f"{server.url}/v1/chat/completions").status_code == 405
+    assert http.get(f"{server.url}/v1/chat/completions").status_code == 405
     other = client.chat.completions.create(model="gpt-4o-mini", messages=QUESTION, max_tokens=1)  # type: ignore
     assert other.model == "store", "one model answers to any name"
 
@@ -247,7 +246,7 @@ def test_a_full_queue_is_tried_again(client: openai.OpenAI, server: Server) -> N
 
 def test_tokenizer_paths(server: Server, expected: dict[str, Any]) -> None:
     def post(path: str, body: dict[str, Any]) -> Any:
-        return httpx.post(server.url + path, json=body).json()
+        return http.post(server.url + path, json=body).json()
 
     text = "The capital of France is"
     answer = post("/tokenize", {"content": text})
@@ -263,9 +262,9 @@ def test_tokenizer_paths(server: Server, expected: dict[str, Any]) -> None:
 
 
 def test_health_and_the_log(server: Server, client: openai.OpenAI) -> None:
-    health = httpx.get(f"{server.url}/health")
+    health = http.get(f"{server.url}/health")
     assert health.status_code == 200 and health.json()["ready"] is True
-    assert httpx.get(f"{server.url}/health/live").json() == {"status": "alive"}
+    assert http.get(f"{server.url}/health/live").json() == {"status": "alive"}
     secret = "xyzzy plugh"
     client.chat.completions.create(model="demo", messages=[{"role": "user", "content": secret}], max_tokens=6)
     server.wait_for_line("6 tokens at")
@@ -283,7 +282,7 @@ def _references(node: Any) -> set[str]:
 
 
 def test_openapi_describes_what_there_is(server: Server) -> None:
-    described = httpx.get(f"{server.url}/openapi.json").json()
+    described = http.get(f"{server.url}/openapi.json").json()
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body["additionalProperties"] is False and body["properties"]

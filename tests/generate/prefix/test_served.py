@@ -28,7 +28,7 @@ def answers(batcher: Batcher, prompts: list[list[int]], *, cache: bool) -> list[
         waiting.append(events)
     found = []
     for events in waiting:
-        while not isinstance(event := events.get(timeout=60), Done | Failed):
+        while not isinstance(event := events.get(timeout=180), Done | Failed):
             pass
         assert isinstance(event, Done), event
         found.append(event.result)
@@ -70,7 +70,7 @@ def test_a_prompt_is_shared_before_its_answer_ends(packed: Packer) -> None:
         batcher = Batcher(model, parallel=2, prefix=cache)
         first: queue.SimpleQueue[Any] = queue.SimpleQueue()
         ticket = batcher.submit(Job(Request(tuple(ids), SamplingOptions(), max_tokens=700, ignore_eos=True)), first.put)
-        while not isinstance(first.get(timeout=60), Piece):
+        while not isinstance(first.get(timeout=180), Piece):
             pass
         (second,) = answers(batcher, [ids[:280]], cache=True)
         ticket.cancel()

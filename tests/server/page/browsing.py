@@ -92,7 +92,7 @@ class Browser:
     def focused(self) -> str:
         return str(self.js("return document.activeElement?.id || document.activeElement?.ariaLabel || ''"))
 
-    def wait(self, ready: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
+    def wait(self, ready: Callable[[], Any], what: str, timeout_s: float = 90) -> Any:
         """Until `ready` gives something true; that."""
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
@@ -129,7 +129,7 @@ class Browser:
             field.send_keys(text)
         self.find("#send").click()
 
-    def answer(self, timeout_s: float = 30) -> str:
+    def answer(self, timeout_s: float = 120) -> str:
         """The last answer, when it is whole."""
         self.wait(self.idle, "the end of the answer", timeout_s)
         return self.last("words")

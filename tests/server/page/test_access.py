@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
-import httpx
 import pytest
 
 from tests.server.page.browsing import PHONE, Browser
+from tests.server.running import http
 
 TAB, ENTER, SHIFT, ESCAPE, UP, RELEASE = "\ue004", "\ue007", "\ue008", "\ue00c", "\ue013", "\ue000"
 RIGHT, DOWN = "\ue014", "\ue015"
@@ -79,7 +79,7 @@ def test_words_never_become_markup(browser: Browser, demo: str) -> None:
     assert browser.all(".message img, .message script, .message svg, .message b, .message a, .message i") == []
     assert "<img src=x onerror" in browser.last("words") and browser.text(".message.user > .words") == "<b>Hi</b>"
     assert browser.errors() == [], "the policy had nothing to stop"
-    policy = httpx.get(demo).headers["content-security-policy"]
+    policy = http.get(demo).headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
 
 

@@ -5,11 +5,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.page.browsing import Browser
 from tests.server.page.conftest import CTX, KEY, Servers
+from tests.server.running import http
 
 CAPITAL = "What is the capital of France?"
 ESCAPE, ENTER = "\ue00c", "\ue007"
@@ -17,7 +17,7 @@ ESCAPE, ENTER = "\ue00c", "\ue007"
 
 def api(url: str, messages: list[dict[str, str]], **more: object) -> str:
     body = {"model": "store", "messages": messages, "temperature": 0, **more}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    answer = http.post(f"{url}/v1/chat/completions", json=body)
     answer.raise_for_status()
     return str(answer.json()["choices"][0]["message"]["content"])
 
@@ -27,7 +27,7 @@ def said(*texts: str) -> list[dict[str, str]]:
 
 
 def live(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{url}/live").json()["models"]["store"]
+    found: dict[str, Any] = http.get(f"{url}/live").json()["models"]["store"]
     return found
 
 
@@ -158,10 +158,10 @@ def test_a_full_queue(browser: Browser, demo: str) -> None:
         "stream": True,
         "ignore_eos": True,
     }
-    with httpx.Client(timeout=60) as client, client.stream("POST", f"{demo}/v1/chat/completions", json=body) as one:
+    with http.stream("POST", f"{demo}/v1/chat/completions", json=body) as one:
         assert one.status_code == 200
         browser.wait(lambda: running(demo) == 1, "the first to run")
-        with client.stream("POST", f"{demo}/v1/chat/completions", json=body) as two:
+        with http.stream("POST", f"{demo}/v1/chat/completions", json=body) as two:
             assert two.status_code == 200
             browser.wait(lambda: "1 of 1 waiting" in browser.text("#queue-text"), "the queue on the page")
             browser.send(CAPITAL)
@@ -176,9 +176,9 @@ def test_a_full_queue(browser: Browser, demo: str) -> None:
 def test_key(browser: Browser, servers: Servers) -> None:
     """What needs the key and what does not; the page asks for it, keeps it in the tab, says when it is wrong."""
     url = servers.locked.url
-    assert [httpx.get(url + path).status_code for path in ("/", "/static/app.js", "/health")] == [200, 200, 200]
-    assert [httpx.get(url + path).status_code for path in ("/live", "/live/stream", "/metrics")] == [401, 401, 401]
-    assert httpx.get(f"{url}/live", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+    assert [http.get(url + path).status_code for path in ("/", "/static/app.js", "/health")] == [200, 200, 200]
+    assert [http.get(url + path).status_code for path in ("/live", "/live/stream", "/metrics")] == [401, 401, 401]
+    assert http.get(f"{url}/live", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     browser.open(url)
     browser.wait(lambda: "wants an API key" in browser.text("#banner"), "the banner")
     browser.find("#banner button").click()
@@ -205,7 +205,7 @@ def test_reasoning_as_it_comes(browser: Browser, servers: Servers) -> None:
     browser.send("Hello")
     assert browser.answer() == ""
     body = {"model": "thinker", "messages": said("Hello"), "temperature": 0, "max_tokens": 40}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()
+    answer = http.post(f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()
     reasoning = answer["choices"][0]["message"]["reasoning_content"]
     assert browser.text(".reasoning summary") == f"Reasoning: {len(reasoning.split())} words"
     kept = browser.js("return Object.values(localStorage).join()")
