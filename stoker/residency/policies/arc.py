@@ -40,11 +40,31 @@ class ARC(Policy):
                 resident[key] = t2
 
     def admit(self, key: Hashable, protected: Collection[Hashable]) -> Hashable | None:
-        assert key not in self.resident, f"{key!r} is resident already"
-        self._adapt(key)
-        victim = self._evict(key, protected) if len(self.resident) >= self.capacity else None
-        self._insert(key)
-        self._trim_ghosts()
+        resident, t1, b1, b2, capacity = self.resident, self._t1, self._b1, self._b2, self.capacity
+        assert key not in resident, f"{key!r} is resident already"
+        queue = self._t2
+        in_b2 = False
+        if key in b1:
+            self._target = min(self._target + max(1.0, len(b2) / len(b1)), float(capacity))
+        elif key in b2:
+            in_b2 = True
+            self._target = max(self._target - max(1.0, len(b1) / len(b2)), 0.0)
+        else:  # no list knows it: |T1| + |B1| must stay within c, all four lists within 2c
+            queue = t1
+            if len(t1) + len(b1) >= capacity:
+                if b1:
+                    b1.popitem(last=False)
+            elif b2 and len(resident) + len(b1) + len(b2) >= 2 * capacity:
+                b2.popitem(last=False)
+        victim = self._leaver(in_b2, protected) if len(resident) >= capacity else None
+        if in_b2:
+            del b2[key]
+        elif queue is not t1:
+            del b1[key]
+        resident[key] = queue
+        queue[key] = None
+        if len(t1) + len(b1) > capacity or (b2 and len(resident) + len(b1) + len(b2) > 2 * capacity):
+            self._trim_ghosts()
         return victim
 
     def remove(self, key: Hashable) -> None:
@@ -56,46 +76,27 @@ class ARC(Policy):
         self._trim_ghosts()
         return evicted
 
-    def _adapt(self, key: Hashable) -> None:
-        if key in self._b1:
-            step = max(1.0, len(self._b2) / len(self._b1))
-            self._target = min(self._target + step, float(self.capacity))
-        elif key in self._b2:
-            step = max(1.0, len(self._b1) / len(self._b2))
-            self._target = max(self._target - step, 0.0)
-        else:
-            self._forget_a_ghost()
-
-    def _forget_a_ghost(self) -> None:
-        """A key that no list knows is coming: |T1| + |B1| must stay within c, all four lists within 2c."""
-        if len(self._t1) + len(self._b1) >= self.capacity:
-            if self._b1:
-                self._b1.popitem(last=False)
-        elif self._b2 and len(self.resident) + len(self._b1) + len(self._b2) >= 2 * self.capacity:
-            self._b2.popitem(last=False)
-
-    def _evict(self, incoming: Hashable | None, protected: Collection[Hashable]) -> Hashable:
+    def _leaver(self, incoming_in_b2: bool, protected: Collection[Hashable]) -> Hashable:
+        """Move one key from the list that should shrink to its ghosts, and return it."""
+        recent, frequent = (self._t1, self._b1), (self._t2, self._b2)
         length = len(self._t1)
-        longer = length > self._target or (0 < length == self._target and incoming in self._b2)
-        lists = ((self._t1, self._b1), (self._t2, self._b2))
-        for queue, ghosts in lists if longer else lists[::-1]:
+        longer = length > self._target or (0 < length == self._target and incoming_in_b2)
+        for queue, ghosts in (recent, frequent) if longer else (frequent, recent):
             for key in queue:
                 if key not in protected:
-                    self.remove(key)
+                    del self.resident[key], queue[key]
                     ghosts[key] = None
                     return key
         raise all_protected(len(self.resident), protected)
 
+    def _evict(self, incoming: Hashable | None, protected: Collection[Hashable]) -> Hashable:
+        return self._leaver(incoming in self._b2, protected)
+
     def _insert(self, key: Hashable) -> None:
-        remembered = key in self._b1 or key in self._b2
-        self._b1.pop(key, None)
-        self._b2.pop(key, None)
-        queue = self._t2 if remembered else self._t1
-        queue[key] = None
-        self.resident[key] = queue
+        raise NotImplementedError("admit inserts")
 
     def _trim_ghosts(self) -> None:
-        """The same limits after the change: a T1 that fills the cache leaves no room for its own ghosts."""
+        """The limits of `admit` after the change: a T1 that fills the cache leaves no room for its own ghosts."""
         while self._b1 and len(self._t1) + len(self._b1) > self.capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self.resident) + len(self._b1) + len(self._b2) > 2 * self.capacity:

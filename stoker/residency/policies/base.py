@@ -42,8 +42,7 @@ class Policy(ABC):
         resident = self.resident
         misses = [key for key in keys if key not in resident]
         self.touch(keys)
-        for key in misses:
-            self.admit(key, keys)
+        self._admit_all(misses, keys)
         return misses
 
     def admit(self, key: Hashable, protected: Collection[Hashable]) -> Hashable | None:
@@ -66,6 +65,11 @@ class Policy(ABC):
         while len(self.resident) > capacity:
             evicted.append(self._evict(None, ()))
         return evicted
+
+    def _admit_all(self, keys: Sequence[Hashable], protected: Collection[Hashable]) -> None:
+        """The misses of one event, as if each were admitted after the other. For policies that rank once an event."""
+        for key in keys:
+            self.admit(key, protected)
 
     @abstractmethod
     def touch(self, keys: Sequence[Hashable]) -> None:

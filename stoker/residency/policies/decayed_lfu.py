@@ -23,7 +23,6 @@ class DecayedLFU(ScoredPolicy):
         super().__init__(capacity)
         self._growth = 2.0 ** (1.0 / half_life)
         self._weight = 1.0
-        self._scores: dict[Hashable, float] = {}
 
     def touch(self, keys: Sequence[Hashable]) -> None:
         self._weight *= self._growth
@@ -32,9 +31,6 @@ class DecayedLFU(ScoredPolicy):
         scores, weight = self._scores, self._weight
         for key in keys:
             scores[key] = scores.get(key, 0.0) + weight
-
-    def _score_of(self, key: Hashable) -> float:
-        return self._scores.get(key, 0.0)
 
     def _rescale(self) -> None:
         """Divide everything by the current weight; scores that vanish are forgotten."""

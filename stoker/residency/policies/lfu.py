@@ -7,20 +7,18 @@ from collections.abc import Hashable, Sequence
 
 from stoker.residency.policies.scored import ScoredPolicy
 
+EVENT = 2.0**-30  # the whole part of a score is the count, its fraction the event of the last use
+
 
 class LFU(ScoredPolicy):
     name = "lfu"
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._uses: dict[Hashable, tuple[int, int]] = {}  # key -> (count, event of the last use)
-        self._event = 0
+        self._events = 0
 
     def touch(self, keys: Sequence[Hashable]) -> None:
-        self._event += 1
-        uses, event = self._uses, self._event
+        self._events += 1
+        scores, one_more = self._scores, 1.0 + self._events * EVENT
         for key in keys:
-            uses[key] = (uses[key][0] + 1, event) if key in uses else (1, event)
-
-    def _score_of(self, key: Hashable) -> tuple[int, int]:
-        return self._uses.get(key, (0, 0))
+            scores[key] = scores.get(key, 0.0) // 1.0 + one_more

@@ -5,7 +5,7 @@ counter is above 1, else it leaves the cache and is remembered as a ghost; a gho
 What reaches the end of main goes round again while its counter is above 0. Yang et al., SOSP 2023. Amortised O(1).
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Sequence
 
 from stoker.residency.policies.base import Policy, all_protected
@@ -19,8 +19,8 @@ class S3FIFO(Policy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.resident: dict[Hashable, int] = {}  # key -> counter
-        self._small: OrderedDict[Hashable, None] = OrderedDict()  # oldest first
-        self._main: OrderedDict[Hashable, None] = OrderedDict()
+        self._small: deque[Hashable] = deque()  # oldest first
+        self._main: deque[Hashable] = deque()
         self._ghost: OrderedDict[Hashable, None] = OrderedDict()
 
     @property
@@ -35,49 +35,37 @@ class S3FIFO(Policy):
 
     def remove(self, key: Hashable) -> None:
         del self.resident[key]
-        self._small.pop(key, None)
-        self._main.pop(key, None)
+        (self._small if key in self._small else self._main).remove(key)
 
     def _insert(self, key: Hashable) -> None:
         self.resident[key] = 0
         if key in self._ghost:
             del self._ghost[key]
-            self._main[key] = None
+            self._main.append(key)
         else:
-            self._small[key] = None
+            self._small.append(key)
 
     def _evict(self, incoming: Hashable | None, protected: Collection[Hashable]) -> Hashable:
-        passes_left = 2 + 2 * len(self.resident) * (
-            COUNTER_MAX + 1
-        )  # every counter can be worn down in that many looks
-        while passes_left:
-            passes_left -= 1
-            from_small = bool(self._small) and (len(self._small) >= self.small_slots or not self._main)
-            victim = self._pass_small(protected) if from_small else self._pass_main(protected)
-            if victim is not None:
-                del self.resident[victim]
-                return victim
-        return self._evict_any(protected)
-
-    def _pass_small(self, protected: Collection[Hashable]) -> Hashable | None:
-        """Look at the oldest newcomer: promote it, keep it (protected), or evict it."""
-        key, _ = self._small.popitem(last=False)
-        if self.resident[key] > 1:
-            self.resident[key] = 0
-            self._main[key] = None
-            return None
-        if key in protected:
-            self._main[key] = None
-            return None
-        self._remember(key)
-        return key
-
-    def _pass_main(self, protected: Collection[Hashable]) -> Hashable | None:
-        key, _ = self._main.popitem(last=False)
-        if self.resident[key] > 0 or key in protected:
-            self.resident[key] = max(0, self.resident[key] - 1)
-            self._main[key] = None
-            return None
+        counters, small, main, small_slots = self.resident, self._small, self._main, self.small_slots
+        looks = 2 + 2 * len(counters) * (COUNTER_MAX + 1)  # in that many every counter can be worn down
+        for _ in range(looks):
+            if small and (len(small) >= small_slots or not main):
+                key = small.popleft()
+                if counters[key] > 1:  # it proved itself
+                    counters[key] = 0
+                elif key not in protected:
+                    self._remember(key)
+                    break
+            else:
+                key = main.popleft()
+                if counters[key]:
+                    counters[key] -= 1
+                elif key not in protected:
+                    break
+            main.append(key)
+        else:
+            return self._evict_any(protected)
+        del counters[key]
         return key
 
     def _remember(self, key: Hashable) -> None:
