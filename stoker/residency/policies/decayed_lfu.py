@@ -35,5 +35,6 @@ class DecayedLFU(ScoredPolicy):
     def _rescale(self) -> None:
         """Divide everything by the current weight; scores that vanish are forgotten."""
         weight, self._weight = self._weight, 1.0
-        self._scores = {key: score / weight for key, score in self._scores.items() if score / weight > 1e-100}
-        self._rebuild_heap()
+        scaled = {key: score / weight for key, score in self._scores.items()}
+        self._scores = {key: score for key, score in scaled.items() if score > 1e-100 or key in self.resident}
+        self._rank_anew()

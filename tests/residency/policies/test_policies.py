@@ -3,7 +3,7 @@
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isclose
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import BudgetError, OptionError
-from stoker.residency.policies import POLICIES, Policy, make_policy
+from stoker.residency.policies import POLICIES, Policy, lfru, make_policy, scored
 
 EXPERTS, K = 12, 3
 NAMES = [name for name in POLICIES if name != "static"]
@@ -43,6 +43,16 @@ def run(policy: Policy, events: list[list[int]]) -> list[set[int]]:
     return hits
 
 
+@pytest.fixture(params=["ranked as a small cache", "as a large one"], scope="module")
+def _ranking(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Large caches are ranked in other ways than small ones; both are held to the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "large" in request.param:
+            patch.setattr(scored, "SMALL", 0)
+            patch.setattr(lfru, "SMALL", 0)
+        yield
+
+
 def decayed(history: dict, key: int, now: int) -> float:
     return sum(2 ** ((use - now) / 16) for use in history[key])
 
@@ -66,6 +76,7 @@ def no_ties(worth: Callable[[dict, int, int], object], events: list[list[int]], 
     return not seen_tie
 
 
+@pytest.mark.usefixtures("_ranking")
 @pytest.mark.parametrize(
     ("name", "worth"),
     [
@@ -120,6 +131,7 @@ def test_fifo_keeps_the_latest_admissions(events: list[list[int]], capacity: int
         assert set(policy) == set(queue)
 
 
+@pytest.mark.usefixtures("_ranking")
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -154,6 +166,7 @@ def test_what_every_policy_promises(name: str, data: st.DataObject) -> None:
         assert len(policy) <= policy.capacity
 
 
+@pytest.mark.usefixtures("_ranking")
 @pytest.mark.parametrize("name", NAMES)
 def test_all_protected_is_an_error_and_loses_nothing(name: str) -> None:
     policy = make_policy(name, 3)
