@@ -1,12 +1,12 @@
-"""What a trace costs: the same decode steps with the recorder on and off, in alternating blocks of one process.
+"""What a trace costs: decode steps with the recorder on and off, in turn, in one process.
 
     python benchmarks/trace_overhead.py NAME=STORE ... [--memory SIZE] [--pairs 40] [--block 24] [--output FILE]
 
 Every expert is in memory (the worst case: nothing to wait for hides the recorder), unless NAME ends in "-streamed":
-then the store runs at half of its experts, with reads and evictions to record. A pair is a block with and a block
-without, in an order that alternates (whole blocks count: routes are copied every few steps); the overhead is the median
-pair's. Where other programs take the processor, its own time and the tenth of the steps that was disturbed least tell
-more than the clock's (`fastest_tenth`; the copying is seldom in it). The bar is 2%.
+then the store runs at half of its experts, with reads and evictions to record. Steps with and without alternate, so
+that a machine that drifts within a second is fair to both; --block of each make a pair (whole blocks count: rows are
+packed every few steps and saved every few seconds), and the overhead is the median pair's. The tenth of the steps that
+was disturbed least tells what a step pays that packs nothing (`fastest_tenth`). The bar is 2%.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from stoker.trace.writer import TraceWriter
 
 BAR = 0.02
 PROMPT = [1, 2, 3, 4, 5]
+Block = tuple[list[float], float]
 RESULT = Path(__file__).parent / "results" / "trace_overhead.json"
 
 
@@ -38,8 +40,8 @@ def record_to(runtime: Runtime, recorder: TraceWriter | None) -> None:
 
 
 def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, scratch: Path) -> dict[str, Any]:
-    """Overheads of `pairs` pairs of blocks of `block` steps; the times of all steps; what was recorded."""
-    tokens = 2 * pairs * block + 3 * block
+    """Overheads of `pairs` pairs of `block` steps each; the times of all steps; what was recorded."""
+    tokens = 2 * (pairs + 1) * block
     options = Options(memory=memory, ctx_size=len(PROMPT) + tokens + 64, path="hot" if streamed else "auto")
     generator = random.Random(0)
     with load(store, options) as runtime, TraceWriter(scratch / "trace") as writer:
@@ -48,24 +50,24 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
         sequence = runtime.new_sequence()
         runtime.prefill(sequence, PROMPT)
 
-        def steps_ms(recorder: TraceWriter | None, steps: int) -> tuple[list[float], float]:
-            """Each step's ms, and the ms of the processor that all of them took."""
-            record_to(runtime, recorder)
-            times, spent = [], time.process_time()
-            for _ in range(steps):
-                started = time.perf_counter()
-                runtime.decode([sequence], [generator.randrange(runtime.vocab_size)])
-                times.append((time.perf_counter() - started) * 1e3)
-            return times, (time.process_time() - spent) * 1e3
+        def block_ms(recorders: Sequence[TraceWriter | None]) -> list[Block]:
+            """For each recorder `block` steps, in turn and in an order that alternates: (ms of each, ms of the
+            processor that all took)."""
+            times: list[list[float]] = [[] for _ in recorders]
+            spent = [0.0] * len(recorders)
+            for index in range(block):
+                for place in range(len(recorders))[:: 1 if index % 2 else -1]:
+                    record_to(runtime, recorders[place])
+                    token = generator.randrange(runtime.vocab_size)
+                    started, busy = time.perf_counter(), time.process_time()
+                    runtime.decode([sequence], [token])
+                    spent[place] += (time.process_time() - busy) * 1e3
+                    times[place].append((time.perf_counter() - started) * 1e3)
+            return list(zip(times, spent, strict=True))
 
-        steps_ms(writer, 2 * block)
-        steps_ms(None, block)
+        block_ms([writer, writer])
         before = runtime.stats()["misses"]
-        on: list[tuple[list[float], float]] = []
-        off: list[tuple[list[float], float]] = []
-        for pair in range(pairs):
-            for recorder in (writer, None) if pair % 2 else (None, writer):
-                (off if recorder is None else on).append(steps_ms(recorder, block))
+        on, off = (list(blocks) for blocks in zip(*(block_ms([writer, None]) for _ in range(pairs)), strict=True))
         missed = runtime.stats()["misses"] - before
         record_to(runtime, writer)
         if missed and not streamed:
@@ -93,7 +95,7 @@ def measure(store: Path, memory: str, pairs: int, block: int, streamed: bool, sc
     }
 
 
-def fastest(blocks: list[tuple[list[float], float]]) -> float:
+def fastest(blocks: list[Block]) -> float:
     """ms that a tenth of all steps stayed below."""
     times = sorted(time for times, _ in blocks for time in times)
     return times[len(times) // 10]

@@ -1,8 +1,8 @@
 """Records a run into one trace file, cheaply and in bounded memory.
 
-Rows are appended to flat integer arrays. Routes are held as they came and copied between steps, many at a time, so that
-a layer hardly waits for its recorder. Every few seconds the end of a step saves what has gathered in a part beside the
-file, and begins another when it is a few megabytes; `close` joins the parts into FILE and removes them. After a crash
+Rows and routes are held as they came and packed into flat arrays between steps, many at a time, so that a layer hardly
+waits for its recorder. Every few seconds the end of a step saves what has gathered in a part beside the
+file, and begins another when it is half a megabyte; `close` joins the parts into FILE and removes them. After a crash
 the parts remain and can be read. Must not need torch: tensors are joined by the torch that they came from.
 """
 
@@ -24,11 +24,11 @@ from stoker.errors import TraceError
 from stoker.trace.columns import join_files, write_columns
 from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 
-ROUTES_PER_PART = 1 << 18
-ROW_INTEGERS_PER_PART = 1 << 18
+ROUTES_PER_PART = 1 << 17
+ROW_INTEGERS_PER_PART = 1 << 16  # what has gathered is written again with each save: parts are small
 SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
 HELD_COLUMNS = ("step", "pool", "layer", "hits", "misses", "wait_ns", "time_ns")
-TOKENS_HELD = 1 << 10  # tokens (times layers) whose routes wait to be copied between steps
+ROWS_HELD = 1 << 9  # rows, and tokens of routes, that wait to be packed between steps: later, and they leave the caches
 
 
 class TraceWriter:
@@ -54,9 +54,11 @@ class TraceWriter:
         self._running_step = 0
         self._routes_before = 0  # entries in earlier parts
         self._experts, self._weights = array("i"), array("f")
-        self._held_rows = array("q")  # of each layer call HELD_COLUMNS; its routes are in the lists
+        self._held_layers: list[tuple[int, ...]] = []  # of each layer call HELD_COLUMNS; its routes are in the lists
         self._held_experts: list[Any] = []
         self._held_weights: list[Any] = []
+        self._held_reads: list[tuple[int, ...]] = []
+        self._held_evictions: list[tuple[int, ...]] = []
         self._layer, self._read, self._evict, self._step = (array("q") for _ in range(4))
 
     def describe(self, **more: Any) -> None:
@@ -68,25 +70,25 @@ class TraceWriter:
         self, step: int, pool: int, layer: int, experts_TK: Any, weights_TK: Any, hits: int, misses: int, wait_ns: int
     ) -> None:
         self._running_step = step
-        self._held_rows.extend((step, pool, layer, hits, misses, wait_ns, monotonic_ns()))
+        self._held_layers.append((step, pool, layer, hits, misses, wait_ns, monotonic_ns()))
         self._held_experts.append(experts_TK)
         self._held_weights.append(weights_TK)
 
     def read(self, pool: int, expert: int, cls: int, submit_ns: int, start_ns: int, end_ns: int, nbytes: int) -> None:
-        self._read.extend((self._running_step, pool, expert, cls, submit_ns, start_ns, end_ns, nbytes))
+        self._held_reads.append((self._running_step, pool, expert, cls, submit_ns, start_ns, end_ns, nbytes))
 
     def evict(self, pool: int, expert: int) -> None:
-        self._evict.extend((self._running_step, pool, expert, monotonic_ns()))
+        self._held_evictions.append((self._running_step, pool, expert, monotonic_ns()))
 
     def step(self, step: int, phase: int, n_tokens: int, start_ns: int, end_ns: int, rss_bytes: int) -> None:
         self._step.extend((step, phase, n_tokens, start_ns, end_ns, rss_bytes))
         self._running_step = step + 1
         if self._saved_ns is None:
             self._saved_ns = start_ns
-        if len(self._held_experts) * n_tokens > TOKENS_HELD:
-            self._take_routes()
-        held = len(self._held_experts) * len(TABLES["layer"])
-        integers = held + len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
+        if max(len(self._held_layers) * n_tokens, len(self._held_reads), len(self._held_evictions)) > ROWS_HELD:
+            self._pack()
+        integers = len(self._held_layers) * len(TABLES["layer"])
+        integers += len(self._layer) + len(self._read) + len(self._evict) + len(self._step)
         if integers > ROW_INTEGERS_PER_PART or len(self._experts) > ROUTES_PER_PART // 2:
             self._write_part()
             self._saved_ns = end_ns
@@ -109,23 +111,28 @@ class TraceWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take_routes(self) -> None:
-        """Copy what is held, many layer calls at a time."""
-        if not self._held_experts:
-            return
-        held = dict(
-            zip(HELD_COLUMNS, np.array(self._held_rows, np.int64).reshape(-1, len(HELD_COLUMNS)).T, strict=True)
-        )
+    def _pack(self) -> None:
+        """Copy what is held into the arrays, many calls at a time."""
+        for held, packed in ((self._held_reads, self._read), (self._held_evictions, self._evict)):
+            if held:
+                packed.frombytes(np.array(held, np.int64).tobytes())
+                held.clear()
+        if self._held_layers:
+            self._pack_layers()
+
+    def _pack_layers(self) -> None:
+        columns = dict(zip(HELD_COLUMNS, np.array(self._held_layers, np.int64).T, strict=True))
         experts, tokens, widths = _joined(self._held_experts)
         weights, _, _ = _joined(self._held_weights)
         entries = tokens * widths
-        held |= {"tokens": tokens, "k": widths}
-        held["route_start"] = self._routes_before + len(self._experts) + np.cumsum(entries) - entries
-        table = np.stack([held[name] for name in TABLES["layer"]], 1)
+        columns |= {"tokens": tokens, "k": widths}
+        columns["route_start"] = self._routes_before + len(self._experts) + np.cumsum(entries) - entries
+        table = np.stack([columns[name] for name in TABLES["layer"]], 1)
         self._layer.frombytes(table.astype(np.int64).tobytes())
         self._experts.frombytes(experts.astype(np.int32).tobytes())
         self._weights.frombytes(weights.astype(np.float32).tobytes())
-        del self._held_rows[:], self._held_experts[:], self._held_weights[:]
+        for held in (self._held_layers, self._held_experts, self._held_weights):
+            held.clear()
 
     def _write_part(self) -> None:
         """Save the current part for good and begin another."""
@@ -137,7 +144,7 @@ class TraceWriter:
 
     def _save(self) -> None:
         """Write what the current part holds so far; the file is whole at all times."""
-        self._take_routes()
+        self._pack()
         columns: dict[str, np.ndarray] = {}
         for table, names in TABLES.items():
             cells = np.array(getattr(self, f"_{table}"), np.int64).reshape(-1, len(names))
