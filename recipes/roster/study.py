@@ -30,7 +30,6 @@ from recipes.testbed.sources import DOMAINS
 from recipes.testbed.tokenizer import DIRECTORY
 from recipes.testbed.train import fingerprint
 from stoker.bench.provenance import provenance
-from stoker.routing.roster import Shift
 from stoker.routing.roster_options import Prefix, RosterOptions
 
 HERE = Path(__file__).parent
@@ -38,7 +37,6 @@ COMMITTED = HERE.parent / "testbed"
 SIZES = {"8k2": 4, "32k4": 8}
 WINDOW = 256
 STEP_TOKENS = 2048
-SHIFTED = (("prose", "code"), ("chat", "german"), ("reference", "documentation"))
 
 
 def main() -> None:
@@ -136,13 +134,13 @@ class Study:
     # ---- judging -----------------------------------------------------------------------------------------------------
 
     def judge(self, model: Qwen3MoeForCausalLM) -> dict:
-        """Perplexity free and pinned after 20%, their ratio paired over windows; working sets; a shift of topic."""
+        """Perplexity free and pinned after 20%, their ratio paired over windows; working sets."""
         chosen = model.config.num_experts_per_tok
-        free, pinned = Free(chosen, noting=True), Rostered(chosen, noting=True, options=self.roster(None))
+        free, pinned = Free(chosen, noting=True), Rostered(chosen, noting=True, options=self.roster())
         loss_free, loss_pinned = (losses(model, self.ids_WT, rule).mean(1) for rule in (free, pinned))
         low, high = interval(loss_pinned - loss_free)
         changed = [state.changed / state.tokens / chosen for states in pinned.states.values() for state in states]
-        found = {
+        return {
             "perplexity_free": float(np.exp(loss_free.mean())),
             "perplexity_pinned": float(np.exp(loss_pinned.mean())),
             "pinned_over_free": float(np.exp((loss_pinned - loss_free).mean())),
@@ -153,41 +151,9 @@ class Study:
             "window_losses_free": loss_free.round(5).tolist(),
             "window_losses_pinned": loss_pinned.round(5).tolist(),
         }
-        return found | {"shift": self.shift(model, chosen)}
 
-    def roster(self, shift: Shift | None) -> RosterOptions:
-        return RosterOptions((self.m,), Prefix.parse("20%"), self.options.delta, shift)
-
-    def shift(self, model: Qwen3MoeForCausalLM, chosen: int) -> dict:
-        """Half a window of one domain, then half of another: pinned in the first and left so, with the detector, and
-        as one that knew and started afresh; perplexity of the tokens from 64 after the shift on."""
-        ids_WT = torch.cat([self.joined(first, then) for first, then in SHIFTED])
-        rules = {
-            "free": Free(chosen),
-            "stays": Rostered(chosen, options=self.halves(None)),
-            "detects": Rostered(chosen, noting=True, options=self.halves(Shift())),
-            "fresh": Rostered(chosen, options=self.halves(None), shift_at=WINDOW),
-        }
-        after = {name: losses(model, ids_WT, rule)[:, WINDOW + 64 :].mean() for name, rule in rules.items()}
-        states = [state for states in rules["detects"].states.values() for state in states]  # type: ignore[attr-defined]
-        delays = [time - WINDOW for state in states for time in state.repinned if time > WINDOW]
-        early = sum(time <= WINDOW for state in states for time in state.repinned)
-        found = {f"perplexity_{name}": float(np.exp(loss)) for name, loss in after.items()}
-        return found | {
-            "detected_share": len([s for s in states if any(t > WINDOW for t in s.repinned)]) / len(states),
-            "false_alarms_share": early / len(states),
-            "repinned_after_tokens": [float(np.percentile(delays, p)) for p in (10, 50, 90)] if delays else [],
-        }
-
-    def halves(self, shift: Shift | None) -> RosterOptions:
-        return RosterOptions((self.m,), Prefix(tokens=WINDOW // 5), self.options.delta, shift)
-
-    def joined(self, first: str, then: str) -> Tensor:
-        """Windows of 512: a window of one domain, and one of another without its first token."""
-        count = max(2, self.options.windows // 2)
-        one, two = (evaluation_windows(d, "test", WINDOW, count, self.options.data) for d in (first, then))
-        rows = min(len(one), len(two))
-        return torch.cat((one[:rows, :WINDOW], two[:rows]), 1)
+    def roster(self) -> RosterOptions:
+        return RosterOptions((self.m,), Prefix.parse("20%"), self.options.delta, shift=None)
 
 
 def losses(model: Qwen3MoeForCausalLM, ids_WT: Tensor, rule: Free) -> np.ndarray:

@@ -55,15 +55,6 @@ def table(name: str, rows: dict[str, Any]) -> str:
         figures = [f"{row['perplexity_free']:.2f}", f"{row['perplexity_pinned']:.2f}", *against]
         cells = [NAMES.get(key, key), str(steps), *figures, *(f"{size:.2f}" for size in sets)]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"| {name}: topic changes at 256 | free | roster stays | detector | starts afresh | pinned anew |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for key, row in rows.items():
-        shift = row["shift"]
-        figures = [f"{shift['perplexity_' + how]:.2f}" for how in ("free", "stays", "detects", "fresh")]
-        after = shift["repinned_after_tokens"]
-        spread = f"{after[1]:.0f} ({after[0]:.0f} to {after[2]:.0f})" if after else "-"
-        delay = f"{spread}, {shift['detected_share']:.0%} of layers"
-        lines.append("| " + " | ".join([NAMES.get(key, key), *figures, delay]) + " |")
     return "\n".join([*lines, ""])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from stoker.adapter.adapter import model_top_k
 from stoker.errors import OptionError
 from stoker.evaluate.models import StoreScorer
+from stoker.evaluate.results import ALL
 from stoker.evaluate.run import Text, evaluate, tokenised
 from stoker.generate.quality import MeasuredMode
 from stoker.runtime.model import Options, Runtime, load
@@ -73,6 +74,7 @@ def measure_mode(runtime: Runtime, candidate: Candidate, text: Text, plain: Runt
         return MeasuredMode(candidate.name, {}, 0.0, 0.0, 1.0, 1.0, ms, read_bytes, 0)
     result = evaluate(runtime, text, reference=None if plain is None else StoreScorer(plain))
     against = result["against_reference"]["all"]
+    domains = [one for name, one in result["against_reference"].items() if name != ALL]
     return MeasuredMode(
         name=candidate.name,
         options=candidate.options,
@@ -86,6 +88,8 @@ def measure_mode(runtime: Runtime, candidate: Candidate, text: Text, plain: Runt
         fed=result["fed"],
         adapter_fingerprint=runtime.adapter_fingerprint,
         slot_agreement=result.get("routes_against_gate", {}).get("slot_agreement", 1.0),
+        kl_worst=max(one["kl_mean"] for one in domains),
+        ratio_worst=max(one["ratio"] for one in domains),
     )
 
 
@@ -119,8 +123,8 @@ def described(mode: MeasuredMode) -> str:
     """One line for people."""
     line = f"{mode.name:28}{mode.ms_per_token:9.2f} ms a token{mode.read_bytes_per_token / 1e6:9.2f} MB read"
     if mode.options:
-        line += f"   KL {mode.kl:.5f} (up to {mode.kl_high:.5f})"
-        line += f"   perplexity x {mode.ratio:.4f} (up to {mode.ratio_high:.4f})"
+        line += f"   KL {mode.kl:.5f} (up to {mode.kl_high:.5f}, worst domain {mode.kl_worst:.5f})"
+        line += f"   perplexity x {mode.ratio:.4f} (up to {mode.ratio_high:.4f}, worst domain {mode.ratio_worst:.4f})"
         line += f"   experts kept {mode.slot_agreement:.1%}"
     return line
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from stoker.errors import OptionError, StokerError
 from stoker.plan.profile import cache_directory
 
-VERSION = 1
+VERSION = 2
 SAME_BUDGET = 0.1  # what was measured at a budget holds for budgets so close to it
 _KL = re.compile(r"kl<=([0-9.]+)")
 _PPL = re.compile(r"ppl<=\+?([0-9.]+)%")
@@ -50,10 +50,13 @@ class Bound:
         return f"kl<={self.limit:g}" if self.kind == "kl" else f"ppl<=+{100 * self.limit:g}%"
 
     def kept(self, mode: MeasuredMode) -> bool:
-        """Whether a mode was measured to keep it: by the upper end of the 95% interval, not by the mean."""
+        """Whether a mode was measured to keep it: by the upper end of the 95% interval over all text, not by the mean,
+        and by the mean of the domain that it costs most: who serves one kind of text only shall have what was bound."""
         if self.kind == "exact":
             return not mode.options
-        return mode.kl_high <= self.limit if self.kind == "kl" else mode.ratio_high - 1 <= self.limit
+        if self.kind == "kl":
+            return max(mode.kl_high, mode.kl_worst) <= self.limit
+        return max(mode.ratio_high, mode.ratio_worst) - 1 <= self.limit
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class MeasuredMode:
     """One mode on calibration text at one budget, against the same store's exact routes.
 
     options: fields of the runtime's Options that make it; none: exact. kl, ratio and their 95% intervals as in
-    docs/eval.md; ms_per_token: decode, median; read_bytes_per_token: in that decode.
+    docs/eval.md; kl_worst, ratio_worst: means of the domain where each is largest; ms_per_token: decode, median;
+    read_bytes_per_token: in that decode.
     """
 
     name: str
@@ -76,6 +80,8 @@ class MeasuredMode:
     fed: str = "prompt"
     adapter_fingerprint: str | None = None
     slot_agreement: float = 1.0
+    kl_worst: float = 0.0
+    ratio_worst: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,10 +169,10 @@ class Promise:
     @property
     def probe_limit(self) -> float | None:
         """The KL that a rolling probe holds the mode to: the bound's own, or for a bound on perplexity what was
-        measured of the mode; None where nothing can change."""
+        measured of the mode, of the domain that it costs most; None where nothing can change."""
         if self.mode is None:
             return None
-        return self.bound.limit if self.bound.kind == "kl" else self.mode.kl_high
+        return self.bound.limit if self.bound.kind == "kl" else max(self.mode.kl_high, self.mode.kl_worst)
 
     def about(self) -> dict[str, Any]:
         """What is told in /v1/models."""

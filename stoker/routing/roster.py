@@ -9,12 +9,13 @@ the paper names no delta: here it is in units of the running mean range of the l
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stoker.routing.shift import Detector, Shift
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -25,44 +26,6 @@ class Phase(Enum):
     EXPLORE = "explore"  # no bias: fewer than m distinct experts were used
     BARRIER = "barrier"  # members lead by 2 delta; an outsider that wins displaces a member
     PINNED = "pinned"  # members alone
-
-
-@dataclass(frozen=True)
-class Shift:
-    """When a pinned roster no longer fits. Coverage is the share of the free top-k that the roster holds, as a moving
-    mean over `horizon` tokens; `ratio` says how much of its lead over chance must be left. After `patience` tokens in a
-    row below, the sequence explores for `explore_tokens` and pins anew."""
-
-    ratio: float = 0.6
-    patience: int = 16
-    explore_tokens: int = 32
-    horizon: int = 16
-    settle_tokens: int = 32  # the first pinned tokens, whose mean coverage is the reference
-
-
-class Detector:
-    """Watches the coverage of one pinned roster, token by token."""
-
-    def __init__(self, shift: Shift, chance: float) -> None:
-        self.shift, self.chance = shift, chance
-        self.seen, self.below = 0, 0
-        self.reference = self.mean = 0.0
-
-    def watch(self, covered_T: Floats) -> int | None:
-        """How many of the tokens were needed to see a shift; None: there was none in them."""
-        shift = self.shift
-        for place, covered in enumerate(covered_T.tolist()):
-            self.seen += 1
-            if self.seen <= shift.settle_tokens:
-                self.reference += (covered - self.reference) / self.seen
-                self.mean = self.reference
-                continue
-            self.mean += (covered - self.mean) / shift.horizon
-            low = self.mean < self.chance + shift.ratio * (self.reference - self.chance)
-            self.below = self.below + 1 if low else 0
-            if self.below >= shift.patience:
-                return place + 1
-        return None
 
 
 class Roster:
@@ -86,6 +49,7 @@ class Roster:
         self.member_E = np.zeros(experts, dtype=bool)
         self.range_sum = 0.0
         self.detector: Detector | None = None
+        self.recent_NK = np.empty((0, chosen), dtype=np.int64)  # free choices since a change may have begun
         self.repinned: list[int] = []  # tokens at which it was pinned anew after a shift
         self.pins = self.displaced = 0  # how often pinned; how many members outsiders displaced
         self.changed = 0  # choices of the free top-k that were not taken
@@ -153,10 +117,14 @@ class Roster:
         return taken_TK
 
     def _restricted(self, scores_TE: Floats, free_TK: Ints, lead_T: Floats) -> Ints:
-        shifted = self.detector.watch(self.member_E[free_TK].mean(1)) if self.detector is not None else None
+        shifted = self.detector.watch(self._held_shares(scores_TE, free_TK)) if self.detector is not None else None
         tokens = len(free_TK) if shifted is None else shifted
         taken_TK = top(np.where(self.member_E, scores_TE[:tokens], -np.inf), self.chosen)
         self._use(taken_TK)
+        if self.detector is not None:
+            since = min(self.detector.excursion, self.detector.shift.explore_tokens)
+            recent_NK = np.concatenate((self.recent_NK, free_TK[:tokens]))
+            self.recent_NK = recent_NK[len(recent_NK) - since :].copy()
         if shifted is not None:
             self._start_anew()
         return taken_TK
@@ -196,12 +164,23 @@ class Roster:
         self.detector = Detector(self.shift, self.size / len(self.member_E)) if self.shift is not None else None
 
     def _start_anew(self) -> None:
+        """Explore, with what the gate has chosen since the change began as the first choices of the new topic."""
         assert self.shift is not None
         self.phase, self.detector = Phase.EXPLORE, None
+        known, explore = len(self.recent_NK), self.shift.explore_tokens
         self.count_E[:], self.last_E[:], self.member_E[:] = 0, -1, False
-        self.pin_at = self.tokens + self.shift.explore_tokens
+        self.count_E += np.bincount(self.recent_NK.ravel(), minlength=len(self.count_E))
+        self.last_E[self.recent_NK.ravel()] = np.repeat(self.tokens - known + np.arange(known), self.chosen)
+        self.recent_NK = self.recent_NK[:0]
+        self.pin_at = self.tokens + max(explore - known, explore // 4, 1)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _held_shares(self, scores_TE: Floats, free_TK: Ints) -> Floats:
+        """How much of the weight of each token's free choices (softmax of their scores) the roster holds, [T]."""
+        free_scores_TK = np.take_along_axis(scores_TE, free_TK, axis=1)
+        weights_TK = np.exp(free_scores_TK - free_scores_TK[:, :1])
+        return (weights_TK * self.member_E[free_TK]).sum(1) / weights_TK.sum(1)
 
     def _until_pin(self, tokens: int) -> int:
         return tokens if self.pin_at is None else min(tokens, max(1, self.pin_at - self.tokens))

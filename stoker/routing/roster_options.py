@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.errors import OptionError
-from stoker.routing.roster import Roster, Shift
+from stoker.routing.roster import Roster
+from stoker.routing.shift import Shift
 
 DELTA = 0.25  # a first guess: no experiment has chosen it yet
 SHARE = 0.2

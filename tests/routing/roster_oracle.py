@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from stoker.routing.roster import Shift
+from stoker.routing.shift import Shift
 
 
 def best(scores: list[float], chosen: int) -> list[int]:
@@ -25,7 +26,7 @@ class PlainRoster:
     count: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     roster: set[int] = field(default_factory=set)
-    history: list[float] = field(default_factory=list)  # coverage of each token since the pin
+    history: list[tuple[float, list[int]]] = field(default_factory=list)  # since the pin: share held, free choices
     log: list[tuple[int, str]] = field(default_factory=list)  # (token, "pin" or "shift")
 
     def token(self, scores: list[float]) -> list[int]:
@@ -45,11 +46,20 @@ class PlainRoster:
             self.last[expert] = self.time
         self.time += 1
         if self.phase == "pinned":
-            self.history.append(sum(expert in self.roster for expert in free) / self.chosen)
-            if self.shift is not None and self.shifted():
+            weights = [math.exp(scores[expert]) for expert in free]
+            held = sum(w for w, expert in zip(weights, free, strict=True) if expert in self.roster)
+            self.history.append((held / sum(weights), free))
+            since = self.shifted() if self.shift is not None else None
+            if since is not None:
                 self.log.append((self.time, "shift"))
                 self.phase, self.count, self.last, self.roster = "explore", {}, {}, set()
-                self.pin_at = self.time + self.shift.explore_tokens
+                explore = self.shift.explore_tokens
+                known = self.history[-min(since, explore) :]
+                for place, (_, choices) in enumerate(known):
+                    for expert in choices:
+                        self.count[expert] = self.count.get(expert, 0) + 1
+                        self.last[expert] = self.time - len(known) + place
+                self.pin_at = self.time + max(explore - len(known), explore // 4, 1)
             return taken
         if self.phase == "explore" and len(self.count) >= self.size:
             self.form(scores)
@@ -75,17 +85,25 @@ class PlainRoster:
         order = sorted(range(self.experts), key=lambda e: (-self.uses(e), -self.last.get(e, -1), -scores[e], e))
         self.roster = set(order[: self.size])
 
-    def shifted(self) -> bool:
-        """Recomputed from the whole history since the pin."""
+    def shifted(self) -> int | None:
+        """Since how many tokens, recomputed from the whole history since the pin."""
         shift = self.shift
         assert shift is not None
-        settle = self.history[: shift.settle_tokens]
-        if len(self.history) <= shift.settle_tokens:
-            return False
-        reference = sum(settle) / len(settle)
         chance = self.size / self.experts
-        mean, below = reference, 0
-        for covered in self.history[shift.settle_tokens :]:
-            mean = mean + (covered - mean) / shift.horizon
-            below = below + 1 if mean < chance + shift.ratio * (reference - chance) else 0
-        return below >= shift.patience
+        held = [share for share, _ in self.history]
+        topic, weights = held[: shift.settle_tokens], [1.0] * min(len(held), shift.settle_tokens)
+        evidence, since = 0.0, 0
+        for place in range(shift.settle_tokens, len(held)):
+            total = sum(weights)
+            mean = sum(w * h for w, h in zip(weights, topic, strict=True)) / total
+            variance = sum(w * (h - mean) ** 2 for w, h in zip(weights, topic, strict=True)) / total
+            fall = (1 - shift.left) * max(mean - chance, 0.05)
+            before = (held[place] - mean) ** 2 / 2 / max(variance, 0.01)
+            after = (held[place] - mean + fall) ** 2 / 2 / max(variance, 0.01)
+            evidence, since = max(0.0, evidence + min(1.0, max(-1.0, before - after))), since + 1
+            if evidence == 0:
+                topic, weights = topic + held[place + 1 - since : place + 1], weights + [1.0] * since
+                most = max(shift.memory_tokens, shift.settle_tokens)
+                weights = [w * min(1.0, most / sum(weights)) for w in weights]
+                since = 0
+        return since if evidence >= shift.evidence else None

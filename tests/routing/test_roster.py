@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from stoker.errors import OptionError
-from stoker.routing.roster import Phase, Roster, Shift
+from stoker.routing.roster import Phase, Roster
 from stoker.routing.roster_options import Prefix, RosterOptions, together
+from stoker.routing.shift import Shift
 from tests.routing.roster_oracle import PlainRoster
 
 
@@ -25,10 +26,10 @@ CASES = [
     (8, 2, 2, 0.0, 30, None),
     (8, 8, 8, 0.2, 10, None),
     (32, 4, 8, 0.05, 60, Shift()),
-    (32, 4, 8, 0.3, 60, Shift(patience=8)),
+    (32, 4, 8, 0.3, 60, Shift(evidence=4.0, memory_tokens=48)),
     (32, 4, 8, float("inf"), 60, Shift()),
     (32, 4, 32, 0.1, 25, Shift()),
-    (128, 8, 32, 0.15, 3, Shift(settle_tokens=8)),
+    (128, 8, 32, 0.15, 3, Shift(settle_tokens=8, explore_tokens=16)),
 ]
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stoker.errors import OptionError
-from stoker.routing.roster import Shift
 from stoker.routing.roster_options import Prefix, RosterOptions
 from stoker.routing.rosters import RosterRule
+from stoker.routing.shift import Shift
 from stoker.runtime.model import Options, load
 from stoker.runtime.step import Part
 from stoker.store.reader import open_store
@@ -60,7 +60,7 @@ def test_is_the_rule_in_transformers(packed: Packer, architecture: str) -> None:
 def test_chunks_paths_and_budgets_do_not_change_it(packed: Packer) -> None:
     store = packed("qwen3_moe", 4)
     ids = some_ids(1, TOTAL)[0].tolist()
-    options = RosterOptions((4, 3, 5), Prefix(tokens=PROMPT), 0.05, Shift(settle_tokens=4, patience=3))
+    options = RosterOptions((4, 3, 5), Prefix(tokens=PROMPT), 0.05, Shift(settle_tokens=4, evidence=1.5))
     wanted, routes = answers(store, options, ids, [PROMPT] + [1] * (TOTAL - PROMPT))
     for chunks, more in (
         ([7, 9, 8] + [1] * (TOTAL - PROMPT), {}),
