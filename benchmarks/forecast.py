@@ -230,7 +230,7 @@ def compared(
     decode_error = statistics.median(found.tokens_s for found, _, _ in paired) / speed - 1
     ttft_error = statistics.median(found.total_s for _, found, _ in paired) / first_s - 1
     row = {
-        "configuration": asdict(one),
+        "configuration": asdict(one) | {"store": named(one.store), "routes": one.routes and named(one.routes)},
         "quiet": busiest <= arguments.busy,
         "others_share": busiest,
         "measured": {
@@ -267,6 +267,11 @@ def compared(
         f"{row['measured']['hit_rate']:.3f}; others {busiest:.0%}{'' if row['quiet'] else ' NOT QUIET'}"
     )
     return row
+
+
+def named(path: str) -> str:
+    """A store or a file without the folders of this machine."""
+    return "/".join(Path(path).resolve().parts[-2:])
 
 
 def within(decode_error: float, ttft_error: float) -> bool:
@@ -367,7 +372,7 @@ def result(rows: list[dict[str, Any]], profile: Profile) -> dict[str, Any]:
         "within_ttft_bar": sum(abs(row["ttft_error"]) <= TTFT_BAR for row in rows),
         "within_bars_profile": sum(row["within_bars_profile"] for row in rows),
         "quiet": sum(row["quiet"] for row in rows),
-        "profile": profile.as_dict(),
+        "profile": profile.as_dict() | {"directory": named(profile.directory)},
         "rows": rows,
     }
 

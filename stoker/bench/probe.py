@@ -39,8 +39,9 @@ def measure(directory: Path, threads: int, progress: Callable[[str], None] = lam
     progress("kernels")
     kernels = probe_kernels.measure(threads)
     progress(f"disk under {directory}")
-    disk = probe_disk.measure(directory, DISK_SECONDS)
-    waits = probe_waits.measure(directory, threads, WAITS_SECONDS, disk.depth)
+    with probe_disk.weight_files(directory) as files:
+        disk = probe_disk.measure(files, DISK_SECONDS)
+        waits = probe_waits.measure(files, threads, WAITS_SECONDS, disk.depth)
     return Profile(
         machine=machine_key(directory, threads),
         threads=threads,
@@ -66,8 +67,9 @@ def again(before: Profile, directory: Path, record_bytes: int, seconds: float = 
 
     Fixed costs and the first use of memory stay as they were. For judging a forecast by the machine of the moment.
     """
-    disk = probe_disk.measure(directory, seconds / 2, (record_bytes,))
-    waits = probe_waits.measure(directory, before.threads, seconds / 2, disk.depth, record_bytes)
+    with probe_disk.weight_files(directory) as files:
+        disk = probe_disk.measure(files, seconds / 2, (record_bytes,))
+        waits = probe_waits.measure(files, before.threads, seconds / 2, disk.depth, record_bytes)
     kernels = probe_kernels.measure(before.threads)
     return replace(before, bursts=disk.bursts, sustained=disk.sustained, depth=disk.depth, kernels=kernels, waits=waits)
 

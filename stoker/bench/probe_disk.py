@@ -45,12 +45,12 @@ class Disk:
     direct: bool
 
 
-def measure(directory: Path, seconds: float, sizes: Sequence[int] = RECORD_BYTES) -> Disk:
+def measure(files: Sequence[Path], seconds: float, sizes: Sequence[int] = RECORD_BYTES) -> Disk:
     """Two thirds of the time for bursts, the rest for sustained and buffered reads, of records of `sizes` bytes.
 
     Bursts go through a queue of the depth that the engine would choose: what it keeps waiting is part of their time.
     """
-    with weight_files(directory) as files, Arena(QUEUE_DEPTH * max(*sizes, BUFFERED_BYTES)) as arena:
+    with Arena(QUEUE_DEPTH * max(*sizes, BUFFERED_BYTES)) as arena:
         arena.populate()
         with ReadQueue(depth=QUEUE_DEPTH) as queue:
             reader = Reader(queue, arena, files)

@@ -28,7 +28,7 @@ EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXPERTS_A_CALL = 8
 DENSE_BITS, EXPERT_BITS = 16, 16  # how finely the engine rounds activations
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
-SHORT, LONG, PREFILL = 64, 8192, 512
+SHORT, LONG, PREFILL = 64, 8192, 256
 
 
 def measure(threads: int) -> Kernels:

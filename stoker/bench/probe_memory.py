@@ -19,13 +19,14 @@ from stoker.native.io import Arena
 from stoker.plan.profile import FirstUse
 
 FRESH_BYTES, LEAST_BYTES = 3 << 29, 256 << 20
-PARTS = 16
+PARTS, LEAST_PARTS = 16, 8
+MOST_S = 2.5  # parts that a slow host would find later are left out
 WEIGHTS_BYTES = 64 << 20
 TOKENS = 64  # a product of about a millisecond
 
 
 def measure(threads: int) -> FirstUse:
-    """One thread uses a gigabyte and a half for the first time while `threads` compute."""
+    """One thread uses up to a gigabyte and a half for the first time while `threads` compute."""
     before, nbytes = kernels.threads(), max(LEAST_BYTES, min(FRESH_BYTES, psutil.virtual_memory().available // 4))
     with torch.inference_mode(), Arena(WEIGHTS_BYTES) as weights:
         fill(weights)
@@ -48,15 +49,16 @@ def measure(threads: int) -> FirstUse:
 
 
 class _User(threading.Thread):
-    """Uses PARTS arenas one after the other. parts: (begin, end) of each."""
+    """Uses up to PARTS arenas one after the other. parts: (begin, end) of each."""
 
     def __init__(self, part_bytes: int) -> None:
         super().__init__()
         self.part_bytes, self.parts = part_bytes, list[tuple[float, float]]()
 
     def run(self) -> None:
-        held = []
-        for _ in range(PARTS):
+        held: list[Arena] = []
+        end = time.perf_counter() + MOST_S
+        while len(held) < LEAST_PARTS or (len(held) < PARTS and time.perf_counter() < end):
             held.append(Arena(self.part_bytes))
             started = time.perf_counter()
             held[-1].populate()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stoker.bench.probe_disk import IDLE_S, Reader, trimmed_mean, weight_files
+from stoker.bench.probe_disk import IDLE_S, Reader, trimmed_mean
 from stoker.bench.probe_kernels import DENSE, EXPERT, HIDDEN, SomeDense, SomeExperts, fill
 from stoker.native import kernels
 from stoker.native.io import Arena, ReadQueue
@@ -26,12 +26,11 @@ WEIGHTS_BYTES = 96 << 20  # each, dense and experts
 
 
 def measure(
-    directory: Path, threads: int, seconds: float, depth: int, record_bytes: int = EXPERT.record_bytes
+    files: Sequence[Path], threads: int, seconds: float, depth: int, record_bytes: int = EXPERT.record_bytes
 ) -> Waits:
-    """Rehearse layers for so many seconds on the weight files under `directory`, `depth` reads in flight."""
+    """Rehearse layers for so many seconds on weight files, `depth` reads in flight."""
     before = kernels.threads()
     with (
-        weight_files(directory) as files,
         torch.inference_mode(),
         Arena(WEIGHTS_BYTES) as dense,
         Arena(WEIGHTS_BYTES) as experts,

@@ -17,7 +17,8 @@ def test_the_disk_is_measured_on_a_scratch_file_that_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe_disk, "SCRATCH_BYTES", 64 << 20)
-    found = probe_disk.measure(tmp_path, 1.5)
+    with probe_disk.weight_files(tmp_path) as files:
+        found = probe_disk.measure(files, 1.5)
     assert not list(tmp_path.iterdir())
     assert {(b.record_bytes, b.reads) for b in found.bursts} == {
         (size, reads) for size in probe_disk.RECORD_BYTES for reads in probe_disk.BURSTS
@@ -67,7 +68,8 @@ def test_progress_of_reads_beside_computing_by_hand() -> None:
 
 def test_a_rehearsed_layer_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_disk, "SCRATCH_BYTES", 64 << 20)
-    found = probe_waits.measure(tmp_path, 1, 0.3, depth=2)
+    with probe_disk.weight_files(tmp_path) as files:
+        found = probe_waits.measure(files, 1, 0.3, depth=2)
     assert 0 <= found.progress <= 1
     assert 1e7 < found.alone_bytes_s < 1e12 and 1e7 < found.dense_bytes_s < 1e12
 

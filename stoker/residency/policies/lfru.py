@@ -5,6 +5,7 @@ once). Among equals the one admitted first leaves. Uses are never reset and outl
 """
 
 from collections.abc import Collection, Hashable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -55,12 +56,16 @@ class LFRU(Policy):
         if len(free) < count:
             raise all_protected(len(self.resident), protected)
         if len(free) <= SMALL:
-            worth = {key: uses[key] / (now - last[key]) for key in free}
-            victims = sorted(free, key=worth.__getitem__)[:count]
+            worths = [uses[key] / (now - last[key]) for key in free]
+            victims = []
+            for _ in range(count):  # few are wanted: no sort
+                place = worths.index(min(worths))
+                victims.append(free[place])
+                worths[place] = inf
         else:
-            worths = np.fromiter(map(uses.__getitem__, free), float, len(free))
-            worths /= now - np.fromiter(map(last.__getitem__, free), float, len(free))
-            victims = [free[place] for place in worths.argsort(kind="stable")[:count]]
+            uses_n = np.fromiter(map(uses.__getitem__, free), float, len(free))
+            last_n = np.fromiter(map(last.__getitem__, free), float, len(free))
+            victims = [free[place] for place in (uses_n / (now - last_n)).argsort(kind="stable")[:count]]
         for key in victims:
             del self.resident[key]
         return victims
