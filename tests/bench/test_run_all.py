@@ -141,7 +141,7 @@ def test_a_table_without_a_peer_has_stokers_rows_alone() -> None:
     names = ("prefill_tok_s", "decode_tok_s", "decode_bytes_per_token", "rss_peak_bytes")
     text = table.table(
         {
-            "provenance": {"cores": 2, "cpu": "a processor", "commit": "abc"},
+            "provenance": {"cores": 2, "cpu": "a processor", "isa": "AVX2", "commit": "abc"},
             "device_bytes_per_s": spread,
             "cells": {"stoker 4GiB": dict.fromkeys(names, spread)},
         }
