@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.bench import probe, probe_memory
+from stoker.bench import probe, probe_costs, probe_memory
 from stoker.bench.budgets import Divider
 from stoker.bench.outlook import Assumptions, setting_of
 from stoker.bench.provenance import provenance, spread, write_result
@@ -353,7 +353,7 @@ def profile_of(before: dict[str, Any], arguments: argparse.Namespace) -> Profile
             time.sleep(IDLE_S)
             found = replace(found, first_use=probe_memory.measure(arguments.threads))
         if "costs" in arguments.constants:
-            found = replace(found, costs=probe.measure_costs(arguments.threads))
+            found = replace(found, costs=probe_costs.measure(arguments.threads))
         return found
     return (
         load(arguments.profile) if arguments.profile else probe.measure(Path(arguments.store), arguments.threads, say)

@@ -5,24 +5,18 @@ What comes out is a plan.profile.Profile. Knows no model.
 """
 
 import datetime
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from stoker.bench import probe_disk, probe_kernels, probe_memory, probe_waits
-from stoker.errors import StokerError
-from stoker.plan.profile import Costs, Profile, machine_key
+from stoker.bench import probe_costs, probe_disk, probe_kernels, probe_memory, probe_waits
+from stoker.plan.profile import Profile, machine_key
 
-DISK_SECONDS = 5.0
+DISK_SECONDS = 4.5
 WAITS_SECONDS = 2.0
-COSTS_SECONDS = 90.0  # the limit; it takes about twelve
 
 
 def measure(directory: Path, threads: int, progress: Callable[[str], None] = lambda what: None) -> Profile:
@@ -35,7 +29,7 @@ def measure(directory: Path, threads: int, progress: Callable[[str], None] = lam
     progress("memory")
     first_use = probe_memory.measure(threads)
     progress("fixed costs of a step")
-    costs = measure_costs(threads)
+    costs = probe_costs.measure(threads)
     progress("kernels")
     kernels = probe_kernels.measure(threads)
     progress(f"disk under {directory}")
@@ -72,27 +66,3 @@ def again(before: Profile, directory: Path, record_bytes: int, seconds: float = 
         waits = probe_waits.measure(files, before.threads, seconds / 2, disk.depth, record_bytes)
     kernels = probe_kernels.measure(before.threads)
     return replace(before, bursts=disk.bursts, sustained=disk.sustained, depth=disk.depth, kernels=kernels, waits=waits)
-
-
-def measure_costs(threads: int) -> Costs:
-    """Run probe_costs in a process of its own, so that its memory is a fresh process's. Raises StokerError."""
-    command = [sys.executable, "-m", "stoker.bench.probe_costs", str(threads)]
-    root = str(Path(__file__).resolve().parents[2])
-    try:
-        child = subprocess.run(
-            command, capture_output=True, text=True, timeout=COSTS_SECONDS, check=False, env=_with_path(root)
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StokerError("the fixed costs of a step could not be measured in time", got=f"{error.timeout} s") from None
-    if child.returncode:
-        raise StokerError("the fixed costs of a step could not be measured", got=child.stderr[-1500:])
-    found: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
-    return Costs(**found)
-
-
-def _with_path(root: str) -> dict[str, str]:
-    """The environment with this stoker first on the module path: the same code is measured that runs here."""
-    import os
-
-    before = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{before}" if before else root}

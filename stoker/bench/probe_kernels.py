@@ -17,7 +17,7 @@ from stoker.native.io import Arena
 from stoker.plan.profile import Kernels
 from stoker.quant.formats import ExpertLayout, MatrixSpec, PlacedMatrix, WeightFormat
 
-WORKING_SET_BYTES = 384 << 20
+WORKING_SET_BYTES = 256 << 20
 HIDDEN, WIDTH = 2048, 768
 A4 = WeightFormat("affine", 4, 64)
 DENSE = MatrixSpec(4096, HIDDEN, A4)
@@ -56,7 +56,7 @@ def measure(threads: int) -> Kernels:
             kernels.set_threads(before)
 
 
-def median_s(work: Callable[[], object], least: int = 3, seconds: float = 0.15) -> float:
+def median_s(work: Callable[[], object], least: int = 3, seconds: float = 0.12) -> float:
     """Median seconds of a call: at least `least` calls after one that is not counted, until `seconds` are over."""
     work()
     times: list[float] = []

@@ -20,7 +20,7 @@ from stoker.plan.profile import FirstUse
 
 FRESH_BYTES, LEAST_BYTES = 3 << 29, 256 << 20
 PARTS, LEAST_PARTS = 16, 8
-MOST_S = 2.5  # parts that a slow host would find later are left out
+MOST_S = 2.0  # parts that a slow host would find later are left out
 WEIGHTS_BYTES = 64 << 20
 TOKENS = 64  # a product of about a millisecond
 

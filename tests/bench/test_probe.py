@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.bench import probe_disk, probe_kernels, probe_memory, probe_waits
-from stoker.bench.probe import measure_costs
+from stoker.bench import probe_costs, probe_disk, probe_kernels, probe_memory, probe_waits
 from stoker.plan import profile as profiles
 from stoker.plan.profile import Sustained
 from tests.cli.conftest import stoker
@@ -90,7 +89,7 @@ def test_first_use_of_memory_takes_time_and_at_most_all_computing(monkeypatch: p
 
 @pytest.mark.slow
 def test_fixed_costs_are_small_and_transformers_own_attention_costs_more() -> None:
-    costs = measure_costs(1)
+    costs = probe_costs.measure(1)
     assert 0 < costs.layer_ms < 20 and costs.plain_layer_ms > costs.layer_ms
     assert costs.step_ms >= 0 and costs.miss_ms >= 0 and costs.process_bytes > 100 << 20
 
