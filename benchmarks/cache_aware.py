@@ -184,12 +184,14 @@ def table(result: dict[str, Any]) -> str:
     for name, shares in result["stores"].items():
         for part in shares.values():
             for row in part["points"]:
-                worst = max(row["by_domain"].items(), key=lambda item: item[1][0])
-                ends = [f"{100 * (end - 1):+.2f}" for end in (row["ratio"], *row["ratio_95"], worst[1][0])]
+                by_domain = row.get("by_domain", {})  # not of points that were taken from what a run had printed
+                worst = max(by_domain.items(), key=lambda item: item[1][0], default=None)
+                ends = [f"{100 * (end - 1):+.2f}" for end in (row["ratio"], *row["ratio_95"])]
+                shown = "-" if worst is None else f"{worst[0]} {100 * (worst[1][0] - 1):+.2f}%"
                 cells = [
                     f"{name}, {part['slots']} of {part['experts']}", f"{row['lambda']:g}", str(row["keep_best"]),
                     f"{row['misses_per_token']:.2f}", f"{row['misses_saved']:.0%}", f"{ends[0]}%",
-                    f"{ends[1]} to {ends[2]}", f"{worst[0]} {ends[3]}%", f"{row['kl']:.4f}",
+                    f"{ends[1]} to {ends[2]}", shown, f"{row['kl']:.4f}",
                     f"{row['slot_agreement']:.1%}",
                 ]  # fmt: skip
                 if row["lambda"]:
