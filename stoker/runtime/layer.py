@@ -74,8 +74,6 @@ def _alone(block: Any, gate: Any, experts: Any) -> bool:
 class EchoExperts:
     """Stands for streamed experts while a layer is checked: reads no disk, and its result shows input and route."""
 
-    rule = None
-
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return hidden_TD * (weights_TK * (index_TK + 1)).sum(-1, keepdim=True)
 

@@ -93,7 +93,7 @@ class ARC(Policy):
         return self._leaver(incoming in self._b2, protected)
 
     def _insert(self, key: Hashable) -> None:
-        raise NotImplementedError("admit inserts")
+        raise AssertionError("admit is overridden whole: it alone knows which list a newcomer joins")
 
     def _trim_ghosts(self) -> None:
         """The limits of `admit` after the change: a T1 that fills the cache leaves no room for its own ghosts."""
