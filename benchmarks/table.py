@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 START, END = "<!-- results: written by benchmarks/table.py -->", "<!-- end of results -->"
-RESULTS = ("engine_avx512.json", "engine.json")
+RESULTS = ("engine.json", "engine_avx512.json", "engine_avx2.json")
 ROWS = {
     "stoker 3GiB": "stoker, 3 GiB",
     "stoker 4GiB": "stoker, 4 GiB",

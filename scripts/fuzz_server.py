@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Sends malformed, huge, deep, truncated and non-UTF-8 requests to a server over raw sockets, and holds it to its word.
 
-No answer may be a 5xx, memory may not grow, and no answer may be left in the making. The requests follow from the
-seed. `scripts/fuzz_server.py STORE` starts a server of its own; `--url` and `--pid` take one that runs.
+No answer may be a 5xx, nothing may leak, and no answer may be left in the making. What leaks shows in what malloc and
+Python have given out (`/metrics`): resident memory also counts what is free and kept. The requests
+follow from the seed. `scripts/fuzz_server.py STORE` starts a server of its own; `--url` and `--pid` take one that runs.
 """
 
 import argparse
@@ -30,8 +31,9 @@ TIMEOUT_S = 60.0
 SHORT_S = 2.0  # where the server may well wait for more
 WARM_UP = 300
 ROUNDS = 10  # memory is looked at between them
-GROWTH_BYTES = 48 << 20  # from the warm-up to the end
-DRIFT_BYTES = 12 << 20  # from the median of the first half to that of the second
+GROWTH_BYTES = 48 << 20  # of resident memory, from the warm-up to the end
+LEAK_BYTES, LEAK_BLOCKS = 512.0, 1.0  # a request, from the median of the first half to that of the second
+CACHED_WORDS = 12_000  # more than a tokenizer's cache of words holds: it is full before memory is looked at
 IDLE_S = 15.0  # an idle server has given back by then what is free
 
 USER = {"role": "user", "content": "Hello there"}
@@ -274,37 +276,65 @@ def settle(url: str, timeout_s: float = 60) -> list[dict[str, Any]]:
         time.sleep(0.05)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Of the server, at one moment."""
+
+    resident_bytes: int
+    allocated_bytes: int
+    python_blocks: int
+
+
+def memory(url: str, pid: int) -> Memory:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith("stoker_process_")]
+    told = {line[0]: int(float(line[1])) for line in lines}
+    resident = psutil.Process(pid).memory_info().rss
+    return Memory(resident, told.get("stoker_process_allocated_bytes", 0), told["stoker_process_python_blocks"])
+
+
+def fill_caches(url: str) -> None:
+    """What is bounded and fills slowly is filled first, so that it is not taken for a leak."""
+    chance = random.Random(0)
+    for _ in range(CACHED_WORDS // 500):
+        words = " ".join(f"{chance.randrange(36**6):x}" for _ in range(500))
+        request = urllib.request.Request(f"{url}/tokenize", json.dumps({"content": words}).encode())
+        urllib.request.urlopen(request, timeout=60).read()
+
+
 def fuzz(
     url: str, pid: int, requests: int, seed: int = 0, workers: int = 8, idle_s: float = 0
-) -> tuple[Tally, list[int], list[dict[str, Any]]]:
-    """Fire; (what came back, resident bytes after the warm-up and after each of ROUNDS, health at the end).
+) -> tuple[Tally, list[Memory], list[dict[str, Any]]]:
+    """Fire; (what came back, memory after the warm-up and after each of ROUNDS, health at the end).
     idle_s: how long the server rests before its memory is looked at."""
     host, port = url.removeprefix("http://").split(":")
-    process, tally, resident = psutil.Process(pid), Tally(), list[int]()
+    tally, seen = Tally(), list[Memory]()
     source = shots(random.Random(seed))
+    fill_caches(url)
     with ThreadPoolExecutor(workers) as pool:
         for count in (min(WARM_UP, requests), *[max(0, requests - WARM_UP) // ROUNDS] * ROUNDS):
             batch = [next(source) for _ in range(count)]
             list(pool.map(lambda shot: fire((host, int(port)), shot, tally), batch))
             health = settle(url)
             time.sleep(idle_s)
-            resident.append(process.memory_info().rss)
-    if growth(resident) > GROWTH_BYTES:
+            seen.append(memory(url, pid))
+    if growth(seen) > GROWTH_BYTES:
         time.sleep(IDLE_S)
-        resident[-1] = process.memory_info().rss
-    return tally, resident, health
+        seen[-1] = memory(url, pid)
+    return tally, seen, health
 
 
-def growth(resident: list[int]) -> int:
-    """Bytes by which memory grew after the warm-up."""
-    return resident[-1] - resident[0]
+def growth(seen: list[Memory]) -> int:
+    """Bytes by which resident memory grew after the warm-up."""
+    return seen[-1].resident_bytes - seen[0].resident_bytes
 
 
-def drift(resident: list[int]) -> int:
-    """By how many bytes the second half lies above the first: what goes on growing shows here, and what is free and
-    not yet given back does not."""
-    half = len(resident) // 2
-    return int(statistics.median(resident[-half:]) - statistics.median(resident[:half]))
+def leak(values: list[int], requests: int) -> float:
+    """By how much a figure grows with each of `requests`: from the median of its first half to that of its second.
+    The first value, after the warm-up, is left out."""
+    half = (len(values) - 1) // 2
+    between = (len(values) - 1 - half) * requests / (len(values) - 1)
+    return (statistics.median(values[-half:]) - statistics.median(values[1 : half + 1])) / between
 
 
 def main() -> int:
@@ -322,19 +352,28 @@ def main() -> int:
         server = Served(given.store, "--memory", "2GiB", "--ctx-size", 1024, "--kv-tokens", 1024)
         given.url, given.pid = server.url, server.pid
     started = time.monotonic()
-    tally, resident, health = fuzz(given.url, given.pid, given.requests, given.seed, given.workers, IDLE_S)
+    tally, seen, health = fuzz(given.url, given.pid, given.requests, given.seed, given.workers, IDLE_S)
     for kind, count in sorted(tally.kinds.items()):
         print(f"{count:6}  {kind}")
     print(f"{given.requests} requests in {time.monotonic() - started:.0f} s, slowest {tally.slowest_s:.1f} s")
-    print(f"MiB after {WARM_UP} and then by tenths: {[round(each / 2**20, 1) for each in resident]}")
-    print(f"grown by {growth(resident) / 2**20:.1f} MiB, second half over first {drift(resident) / 2**20:+.1f} MiB")
+    leaks = [
+        leak([getattr(each, name) for each in seen], given.requests) for name in ("allocated_bytes", "python_blocks")
+    ]
+    print(
+        f"resident MiB after {WARM_UP} and then by tenths: {[round(each.resident_bytes / 2**20, 1) for each in seen]}"
+    )
+    print(f"allocated MiB: {[round(each.allocated_bytes / 2**20, 2) for each in seen]}")
+    print(f"Python blocks: {[each.python_blocks for each in seen]}")
+    print(
+        f"resident {growth(seen) / 2**20:+.1f} MiB; a request {leaks[0]:+.0f} bytes allocated, {leaks[1]:+.2f} blocks"
+    )
     print(f"at the end: {health}")
     for bad in tally.bad[:20]:
         print("BAD", bad)
     if server is not None:
         print("exit code", server.stop())
     stuck = any(model["running"] or model["waiting"] for model in health)
-    grown = growth(resident) > GROWTH_BYTES or drift(resident) > DRIFT_BYTES
+    grown = growth(seen) > GROWTH_BYTES or leaks[0] > LEAK_BYTES or leaks[1] > LEAK_BLOCKS
     return int(bool(tally.bad) or grown or stuck)
 
 

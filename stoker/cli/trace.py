@@ -47,7 +47,7 @@ def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, dict):
             rows += _rows(value, f"{prefix}{name}.")
         else:
-            rows.append((prefix + name, shown(name, value)))
+            rows.append((prefix + name, shown(prefix + name, value)))
     return rows
 
 

@@ -4,6 +4,7 @@ Nothing is stored here but the counts of HTTP requests: models, batchers and Tot
 from bounded sets alone: served names, route templates, reasons.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker import __version__
+from stoker.server.memory import allocated_bytes
 from stoker.server.observe import FIRST_TOKEN_EDGES_S, Histogram, Totals
 from stoker.server.registry import Registry
 from stoker.server.service import Service
@@ -147,6 +149,9 @@ class ServerCollector(Collector):
         yield _gauge("build_info", "The version of stoker", [({"version": __version__}, 1)])
         rss = psutil.Process().memory_info().rss
         yield _gauge("process_resident_bytes", "Memory of the process that is resident now", [({}, rss)])
+        if (allocated := allocated_bytes()) is not None:
+            yield _gauge("process_allocated_bytes", "What malloc has given out and not got back", [({}, allocated)])
+        yield _gauge("process_python_blocks", "Python objects that are alive now", [({}, sys.getallocatedblocks())])
         yield from self._http()
         yield from _requests({entry.spec.name: entry.totals for entry in entries})
         shown = [({"model": entry.spec.name}, int(entry.service is not None)) for entry in entries]

@@ -17,7 +17,7 @@ from stoker.errors import BudgetError, Closing
 from stoker.generate.price import Price
 from stoker.server.errors import RequestError
 from stoker.server.held import current
-from stoker.server.memory import collect_and_trim, resident_bytes, trim
+from stoker.server.memory import collect_and_trim, resident_bytes, set_apart, together, trim
 from stoker.server.observe import Totals
 from stoker.server.service import Service
 from stoker.server.settings import Settings
@@ -181,6 +181,7 @@ class Registry:
         entry.bytes = ledger["budget_bytes"] - ledger["free_bytes"] - before_bytes
         entry.service, entry.used_at = service, time.monotonic()
         service.totals = entry.totals
+        set_apart()
         seconds, share = service.model.stats()["load_seconds"], ledger["resident_share"]
         log.info(
             "%s: loaded in %.1f s; it may hold %d MiB of %d MiB, which has room for %.0f%% of its experts",
@@ -253,9 +254,12 @@ class Registry:
         service, entry.service = entry.service, None
         assert service is not None
         before = resident_bytes()
+        together()
         await asyncio.to_thread(service.close)
         del service
         await asyncio.to_thread(collect_and_trim)
+        if self.loaded():
+            set_apart()
         entry.bytes = 0
         log.info(
             "%s: let go; the process holds %d MiB instead of %d MiB", entry.spec.name, resident_bytes() // MIB,
@@ -277,6 +281,7 @@ class Registry:
                 service, entry.service = entry.service, None
                 if service is not None:
                     await asyncio.to_thread(service.close)
+        together()
 
     @property
     def totals(self) -> dict[str, Totals]:

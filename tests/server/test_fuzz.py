@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fuzz_server import GROWTH_BYTES, fuzz, growth
+from scripts.fuzz_server import GROWTH_BYTES, LEAK_BLOCKS, fuzz, growth, leak
 from tests.server.running import ROOT, Server
 
 
@@ -19,11 +19,18 @@ def server(tiny_store: Path) -> Iterator[Server]:
 
 
 def test_malformed_requests(server: Server) -> None:
-    tally, resident, health = fuzz(server.url, server.process.pid, 700, seed=7)
+    requests = 700
+    tally, seen, health = fuzz(server.url, server.process.pid, requests, seed=7)
     assert not tally.bad, "\n".join(tally.bad[:5])
-    assert growth(resident) < GROWTH_BYTES, [each >> 20 for each in resident]
+    assert growth(seen) < GROWTH_BYTES, seen
+    assert leak([each.python_blocks for each in seen], requests) < 20 * LEAK_BLOCKS, "more than what is first used"
     assert all(model["running"] == model["waiting"] == 0 and model["error"] is None for model in health), health
     assert tally.statuses["200"] > 50 and tally.statuses["400"] > 200, "both sides of the line were tried"
+
+
+def test_a_leak_is_told_from_a_step() -> None:
+    assert leak([0, 10, 20, 30, 40], 400) == pytest.approx(0.1)
+    assert leak([0, 50, 50, 50, 50], 400) == 0
 
 
 def test_every_path_by_its_description(server: Server) -> None:
