@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stoker.bench.tables import put_table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "bits-or-experts.md"
 QUALITY = ROOT / "recipes" / "testbed" / "results" / "quality.json"
-MARK = "<!-- {}: written by benchmarks/bits_or_experts.py --page -->"
-END = "<!-- end of {} -->"
 FULL_K = 8
 
 
@@ -19,16 +19,12 @@ def write_page(result: Path) -> None:
     """Replace what stands between each pair of marks."""
     speed = json.loads(result.read_text())
     quality = json.loads(QUALITY.read_text()) if QUALITY.exists() else None
-    text = PAGE.read_text()
     for name, lines in (
         ("both", both_table(speed, quality)),
         ("speed", speed_table(speed)),
         ("quality", quality_table(quality)),
     ):
-        before, rest = text.split(MARK.format(name))
-        after = rest.split(END.format(name))[1]
-        text = before + "\n".join([MARK.format(name), *lines, END.format(name)]) + after
-    PAGE.write_text(text)
+        put_table(PAGE, name, "\n".join(lines))
 
 
 def speed_table(speed: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.bench.provenance import provenance
+from stoker.bench.tables import put_table
 from stoker.evaluate.measure import measure
 from stoker.evaluate.models import Scored, StoreScorer
 from stoker.evaluate.results import summarise
@@ -27,7 +28,6 @@ from stoker.runtime.plan import top_k
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "routing.md"
-BEGIN, END = "<!-- trade-off: written by benchmarks/cache_aware.py -->\n", "<!-- end of trade-off -->"
 SHARES = (0.25, 0.5)
 LEADS = (0.02, 0.05, 0.1, 0.2, 0.4)
 ENGINE = (0.0, 0.1)  # lambda of the points that are repeated by decode steps
@@ -83,9 +83,7 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     if options.write:
-        page = DOCS.read_text()
-        low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
-        DOCS.write_text(page[:low] + table(result) + page[high:])
+        put_table(DOCS, "trade-off", table(result))
 
 
 def curve(store: Path, options: argparse.Namespace) -> dict[str, Any]:

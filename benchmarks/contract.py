@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.bench.provenance import provenance
+from stoker.bench.tables import put_table
 from stoker.evaluate.modes import candidates, measure_modes
 from stoker.evaluate.run import Text
 from stoker.evaluate.text import USES, bundled
@@ -25,7 +26,6 @@ from stoker.store.reader import open_store
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "quality.md"
-BEGIN, END = "<!-- held-out: written by benchmarks/contract.py -->\n", "<!-- end of held-out -->"
 BOUNDS = ("kl<=0.003", "kl<=0.01", "kl<=0.03", "kl<=0.1", "kl<=0.3",
           "ppl<=+0.5%", "ppl<=+1%", "ppl<=+2%", "ppl<=+5%", "ppl<=+20%")  # fmt: skip
 
@@ -46,9 +46,7 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
     if options.write:
-        page = DOCS.read_text()
-        low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
-        DOCS.write_text(page[:low] + table(result) + page[high:])
+        put_table(DOCS, "held-out", table(result))
 
 
 def measured(path: Path, share: float, options: argparse.Namespace) -> dict[str, Any]:

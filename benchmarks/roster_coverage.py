@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker.bench.provenance import provenance
+from stoker.bench.tables import put_table
 from stoker.plan import roster
 from stoker.plan.routes import Routes, load_routes
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs" / "routing.md"
-BEGIN, END = "<!-- coverage: written by benchmarks/roster_coverage.py -->\n", "<!-- end of coverage -->"
 WINDOWS = {256: (16, 32, 48, 64), 1024: (32, 64)}
 # What others found with another program on the same traces (no line of it is known): mean over a trace's windows.
 KNOWN = {
@@ -44,10 +44,8 @@ def main() -> None:
     ]
     result = {"rows": rows, "shifts_m32": shifts, "provenance": provenance()}
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    page = DOCS.read_text()
-    low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
     text = table(rows, shifts)
-    DOCS.write_text(page[:low] + text + page[high:])
+    put_table(DOCS, "coverage", text)
     print(text)
 
 

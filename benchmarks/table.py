@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stoker.bench.tables import put_table
+
 ROOT = Path(__file__).resolve().parents[1]
-START, END = "<!-- results: written by benchmarks/table.py -->", "<!-- end of results -->"
 RESULTS = ("engine.json", "engine_avx512.json", "engine_avx2.json")
 ROWS = {
     "stoker 3GiB": "stoker, 3 GiB",
@@ -49,12 +50,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
     results = [ROOT / "benchmarks/results" / name for name in RESULTS]
     tables = [table(json.loads(path.read_text())) for path in results if path.exists()]
-    readme.write_text(before + "\n".join([START, *tables, END]) + rest.split(END)[1])
+    put_table(ROOT / "README.md", "results", "\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python -m recipes.merge.page
 """
 
 import json
-import re
 from pathlib import Path
+
+from stoker.bench.tables import put_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs/merge.md"
@@ -17,11 +18,8 @@ TOLD = {
 
 def main() -> None:
     results = json.loads((HERE / "results.json").read_text())
-    page = PAGE.read_text()
     for name, table in (("logits", logits(results)), ("weights", weights(results))):
-        pattern = rf"(<!-- {name}: written by recipes.merge.page -->\n).*?(<!-- end of {name} -->)"
-        page = re.sub(pattern, lambda found, table=table: found[1] + table + "\n" + found[2], page, flags=re.DOTALL)
-    PAGE.write_text(page)
+        put_table(PAGE, name, table)
 
 
 def logits(results: dict) -> str:

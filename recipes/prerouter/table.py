@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stoker.bench.tables import put_table
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
-BEGIN, END = "<!-- ablation: written by recipes/prerouter/table.py -->", "<!-- end of ablation -->"
 
 
 def main() -> None:
@@ -16,10 +17,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         print(text)
         return
-    file = Path(sys.argv[1])
-    page = file.read_text()
-    head, rest = page.split(BEGIN)
-    file.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    put_table(Path(sys.argv[1]), "ablation", text)
 
 
 def table(results: dict[str, Any]) -> str:

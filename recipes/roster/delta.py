@@ -23,11 +23,11 @@ from recipes.testbed.data import TOKENS, evaluation_windows
 from recipes.testbed.measure import load
 from recipes.testbed.sources import DOMAINS
 from stoker.bench.provenance import provenance
+from stoker.bench.tables import put_table
 from stoker.routing.roster_options import Prefix, RosterOptions
 
 RESULTS = HERE / "results" / "delta.json"
 DOCS = HERE.parents[1] / "docs" / "routing.md"
-BEGIN, END = "<!-- delta: written by recipes/roster/delta.py -->\n", "<!-- end of delta -->"
 DELTAS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, math.inf)
 PREFIX = WINDOW // 5
 
@@ -46,9 +46,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     if options.write:
-        page = DOCS.read_text()
-        low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
-        DOCS.write_text(page[:low] + table(results) + page[high:])
+        put_table(DOCS, "delta", table(results))
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from recipes.testbed.measure import load
 from recipes.testbed.sources import DOMAINS
 from recipes.testbed.tokenizer import END_ID
 from stoker.bench.provenance import provenance
+from stoker.bench.tables import put_table
 from stoker.routing.roster_options import Prefix, RosterOptions
 from stoker.routing.shift import Shift
 
 RESULTS = HERE / "results" / "shift.json"
 DOCS = HERE.parents[1] / "docs" / "routing.md"
-BEGIN, END = "<!-- shift: written by recipes/roster/shift.py -->\n", "<!-- end of shift -->"
 HALF = 256
 PREFIX = HALF // 5
 SOON = 64  # tokens after the change in which it shall be over
@@ -52,9 +52,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     if options.write:
-        page = DOCS.read_text()
-        low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
-        DOCS.write_text(page[:low] + table(results) + page[high:])
+        put_table(DOCS, "shift", table(results))
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:

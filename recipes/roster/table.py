@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from recipes.roster.study import HERE, interval
+from stoker.bench.tables import put_table
 
 DOCS = HERE.parents[1] / "docs" / "routing.md"
-BEGIN, END = "<!-- study: written by recipes/roster/table.py -->\n", "<!-- end of study -->"
 NAMES = {
     "base": "attach: pinned without any training",
     "retrofit": "retrofit, pinning active",
@@ -34,9 +34,7 @@ def main() -> None:
     text = "\n".join(table(file.stem, json.loads(file.read_text())) for file in files)
     print(text)
     if options.write:
-        page = DOCS.read_text()
-        low, high = page.index(BEGIN) + len(BEGIN), page.index(END)
-        DOCS.write_text(page[:low] + text + page[high:])
+        put_table(DOCS, "study", text)
 
 
 def table(name: str, rows: dict[str, Any]) -> str:

@@ -289,7 +289,11 @@ def _lock(path: Path) -> int:
         fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as problem:
         raise OptionError(
-            "the directory of the prefix cache cannot be used", where=f"--prefix-cache {path}", got=problem.strerror
+            "the directory of the prefix cache cannot be used",
+            where=f"--prefix-cache {path}",
+            expected="a directory that this user may write to, or a place where one can be made",
+            got=problem.strerror,
+            remedy="name another directory, or leave --prefix-cache away: prefixes are then kept in memory alone",
         ) from problem
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
