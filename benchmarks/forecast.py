@@ -3,10 +3,10 @@
     python benchmarks/forecast.py --store STORE [--demo STORE] [--routes NAME.npz ...] [--repeats 2] [--only WORD ...]
 
 The profile is measured once, as `stoker probe` does, on the disk of the store. A shared disk and a virtual machine
-drift twofold within minutes, so disk, memory and kernels are measured again right before each run. Each configuration
-is forecast three times: from the machine of the moment and from the profile, both with routing as in the run (the first
-judges the model of the machine, the second what drift adds), and from the profile with the routing that `stoker
-predict` assumes (what a user gets). Before a run the memory of the one before is given back (--settle).
+drift twofold within minutes, so disk, memory and kernels are measured again right before and right after each run. Each
+configuration is forecast three times: from the machine of the moment and from the profile, both with routing as in the
+run (the first judges the model of the machine, the second what drift adds), and from the profile with the routing that
+`stoker predict` assumes (what a user gets). Before a run the memory of the one before is given back (--settle).
 
 With --add the runs join those in the results file, so that a measurement can be split; --again only forecasts the runs
 in the file anew. What other programs took of the processor is recorded; a run in which they took more than --busy is
@@ -165,10 +165,11 @@ def measured(one: Configuration, profile: Profile, arguments: argparse.Namespace
     for _ in range(arguments.repeats):
         tries: list[dict[str, Any]] = []
         while len(tries) < arguments.tries and not any(t["others_share"] <= arguments.busy for t in tries):
-            moment = moment_of(one, profile)
+            moments = [moment_of(one, profile)]
             time.sleep(arguments.settle)
             run = run_child(one, arguments.threads)
-            about = {"date": provenance()["date"], "commit": provenance()["commit"], "moment": moment}
+            moments.append(moment_of(one, profile))
+            about = {"date": provenance()["date"], "commit": provenance()["commit"], "moments": moments}
             slots, process_bytes = statistics.mean(run["ledger"]["slots"]), run["ledger"]["process_bytes"]
             tries.append({name: run[name] for name in KEPT} | {"slots": slots, "process_bytes": process_bytes} | about)
         found.append(min(tries, key=lambda t: t["others_share"]))
@@ -221,7 +222,7 @@ def compared(
     every, runs = runs, [run for run in runs if run["others_share"] <= arguments.busy] or [quietest]
     store = open_store(one.store)
     guess = routing_named(one.assumed) if one.assumed else assumed(store.pools[0].experts)[0]
-    paired = [forecast(one, store, at_moment(profile, run["moment"]), known) for run in runs]
+    paired = [forecast(one, store, at_moment(profile, moment), known) for run in runs for moment in run["moments"]]
     token, prompt, slots = forecast(one, store, profile, known)
     guessed, guessed_prompt, _ = forecast(one, store, profile, guess)
     speed = statistics.median(1e3 / run["decode_ms_median"] for run in runs)
@@ -291,7 +292,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--busy", type=float, default=0.05, help="share of the processor that others may take")
-    parser.add_argument("--settle", type=float, default=4.0, help="seconds before a run, for memory to be given back")
+    parser.add_argument(
+        "--settle", type=float, default=IDLE_S, help="seconds before a run, for memory to be given back"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--profile", type=Path, help="instead of measuring one first")
     parser.add_argument("--traces", type=Path, help="where routes of random ids are kept, instead of nowhere")
@@ -309,6 +312,7 @@ def main() -> None:
 
 
 def report(arguments: argparse.Namespace, traces: Path) -> None:
+    traces.mkdir(parents=True, exist_ok=True)
     before = json.loads(arguments.out.read_text()) if arguments.add or arguments.again else {"rows": []}
     runs = {row["configuration"]["name"]: row["runs"] for row in before["rows"]}
     known = {one.name: own_routing(one, arguments.threads, traces) for one in chosen(arguments)}
@@ -355,16 +359,17 @@ def profile_of(before: dict[str, Any], arguments: argparse.Namespace) -> Profile
         if "costs" in arguments.constants:
             found = replace(found, costs=probe_costs.measure(arguments.threads))
         return found
-    return (
-        load(arguments.profile) if arguments.profile else probe.measure(Path(arguments.store), arguments.threads, say)
-    )
+    if arguments.profile:
+        return load(arguments.profile)
+    time.sleep(arguments.settle)
+    return probe.measure(Path(arguments.store), arguments.threads, say)
 
 
 def result(rows: list[dict[str, Any]], profile: Profile) -> dict[str, Any]:
     return {
         "what": f"decode after {PROMPT} prompt tokens and {WARM_UP} more, median of {DECODE} tokens; first token of a "
         "process that has just loaded the model, on memory that had been given back; each run in its own process. "
-        "`forecast`: from the machine measured right before each run; `from_profile`: from one profile for all",
+        "`forecast`: from the machine measured right before and after each run; `from_profile`: from one profile for all",
         "bars": {"decode": DECODE_BAR, "ttft": TTFT_BAR},
         "configurations": len(rows),
         "within_bars": sum(row["within_bars"] for row in rows),

@@ -62,7 +62,10 @@ class Row:
 
 def setting_of(ledger: Ledger, chunk: int, assumed: Assumptions) -> Setting:
     slots = sum(ledger.slots) / len(ledger.slots)
-    return Setting(slots, ledger.ring_records, chunk, assumed.path, assumed.policy, assumed.depth, assumed.direct)
+    return Setting(
+        slots, ledger.ring_records, chunk, assumed.path, assumed.policy, assumed.depth, assumed.direct,
+        scratch_bytes=ledger.scratch_bytes, kv_token_bytes=ledger.kv_bytes / (ledger.kv_tokens or ledger.ctx_tokens),
+    )  # fmt: skip
 
 
 def row(shape: ModelShape, profile: Profile, divider: Divider, budget: int, assumed: Assumptions) -> Row:

@@ -26,7 +26,8 @@ TOKENS = 64  # a product of about a millisecond
 
 
 def measure(threads: int) -> FirstUse:
-    """One thread uses up to a gigabyte and a half for the first time while `threads` compute."""
+    """One thread uses up to a gigabyte and a half for the first time while `threads` compute, then half of that while
+    nothing is computed."""
     before, nbytes = kernels.threads(), max(LEAST_BYTES, min(FRESH_BYTES, psutil.virtual_memory().available // 4))
     with torch.inference_mode(), Arena(WEIGHTS_BYTES) as weights:
         fill(weights)
@@ -34,7 +35,7 @@ def measure(threads: int) -> FirstUse:
         try:
             kernels.set_threads(threads)
             usual_s = median_s(lambda: dense.product(x, out), seconds=0.3)
-            user = _User(nbytes // PARTS)
+            user, alone = _User(nbytes // PARTS, PARTS), _User(nbytes // PARTS, LEAST_PARTS)
             products: list[tuple[float, float]] = []  # begin, end
             user.start()
             while user.is_alive():
@@ -43,35 +44,40 @@ def measure(threads: int) -> FirstUse:
                 products.append((started, time.perf_counter()))
             user.join()
             usual_s = min(usual_s, median_s(lambda: dense.product(x, out), seconds=0.3))
-            return first_use(user.parts, user.part_bytes, products, usual_s)
+            alone.run()
+            for arena in (*user.held, *alone.held):
+                arena.close()
+            return first_use(user.parts, user.part_bytes, products, usual_s, alone.parts)
         finally:
             kernels.set_threads(before)
 
 
 class _User(threading.Thread):
-    """Uses up to PARTS arenas one after the other. parts: (begin, end) of each."""
+    """Uses up to `most` arenas one after the other. parts: (begin, end) of each; held: the arenas."""
 
-    def __init__(self, part_bytes: int) -> None:
+    def __init__(self, part_bytes: int, most: int) -> None:
         super().__init__()
-        self.part_bytes, self.parts = part_bytes, list[tuple[float, float]]()
+        self.part_bytes, self.most = part_bytes, most
+        self.parts, self.held = list[tuple[float, float]](), list[Arena]()
 
     def run(self) -> None:
-        held: list[Arena] = []
         end = time.perf_counter() + MOST_S
-        while len(held) < LEAST_PARTS or (len(held) < PARTS and time.perf_counter() < end):
-            held.append(Arena(self.part_bytes))
+        while len(self.held) < LEAST_PARTS or (len(self.held) < self.most and time.perf_counter() < end):
+            self.held.append(Arena(self.part_bytes))
             started = time.perf_counter()
-            held[-1].populate()
+            self.held[-1].populate()
             self.parts.append((started, time.perf_counter()))
-        for arena in held:
-            arena.close()
 
 
 def first_use(
-    parts: Sequence[tuple[float, float]], part_bytes: int, products: Sequence[tuple[float, float]], usual_s: float
+    parts: Sequence[tuple[float, float]],
+    part_bytes: int,
+    products: Sequence[tuple[float, float]],
+    usual_s: float,
+    alone: Sequence[tuple[float, float]],
 ) -> FirstUse:
     """From when each part was used and each product ran (begin, end in s). What was at hand counts for nothing."""
-    usual_part_s = statistics.median(end - begin for begin, end in parts)
+    usual_part_s, alone_s = (statistics.median(end - begin for begin, end in some) for some in (parts, alone))
     found = [(begin, end) for begin, end in parts if end - begin > usual_part_s / 2]
     took_s = sum(end - begin for begin, end in found)
     done = sum(
@@ -79,4 +85,5 @@ def first_use(
         for begin, end in found
         for first, last in products
     )
-    return FirstUse(part_bytes / usual_part_s, min(1.0, max(0.0, 1 - done * usual_s / took_s)))
+    holds = min(1.0, max(0.0, 1 - done * usual_s / took_s))
+    return FirstUse(part_bytes / usual_part_s, holds, max(part_bytes / usual_part_s, part_bytes / alone_s))

@@ -6,6 +6,7 @@ each miss alone as it lands. Layers of all kinds take turns, so that drift falls
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ from pathlib import Path
 import torch
 
 from stoker.bench.probe_disk import IDLE_S, Reader, trimmed_mean
-from stoker.bench.probe_kernels import DENSE, EXPERT, HIDDEN, SomeDense, SomeExperts, fill
+from stoker.bench.probe_kernels import DENSE, EXPERT, HIDDEN, SomeDense, SomeExperts, fill, median_s
 from stoker.native import kernels
 from stoker.native.io import Arena, ReadQueue
 from stoker.plan.profile import Waits
 
 READS = (1, 2, 4)
+TOKENS = 64  # of a prompt's product: about a millisecond
+STREAM_S = 0.25
+STREAM_ROUNDS = 2
 TOP_K = 8
 PRODUCTS = 3  # dense matrices of a layer
 WEIGHTS_BYTES = 96 << 20  # each, dense and experts
@@ -42,10 +46,27 @@ def measure(
         arena.populate()
         try:
             kernels.set_threads(threads)
-            layer = _Layer(Reader(queue, arena, files), SomeDense(dense), SomeExperts(experts), record_bytes)
-            return layer.rehearsed(seconds)
+            reader, some = Reader(queue, arena, files), SomeDense(dense)
+            holds = reads_hold(reader, some, record_bytes, min(depth, max(READS)))
+            return _Layer(reader, some, SomeExperts(experts), record_bytes).rehearsed(seconds, holds)
         finally:
             kernels.set_threads(before)
+
+
+def reads_hold(reader: Reader, dense: SomeDense, record_bytes: int, depth: int) -> float:
+    """The share of computing with many tokens that is lost while reads follow each other at `depth`: 0 to 1."""
+    x, out = torch.randn(TOKENS, HIDDEN), torch.empty(TOKENS, DENSE.rows)
+    alone, beside = [], []
+    for _ in range(STREAM_ROUNDS):
+        alone.append(median_s(lambda: dense.product(x, out), seconds=STREAM_S))
+        stream = threading.Thread(target=reader.stream, args=(record_bytes, depth, STREAM_S))
+        started, products = time.perf_counter(), 0
+        stream.start()
+        while stream.is_alive():
+            dense.product(x, out)
+            products += 1
+        beside.append((time.perf_counter() - started) / products)
+    return min(1.0, max(0.0, 1 - statistics.mean(alone) / statistics.mean(beside)))
 
 
 def progress_of(alone_ms: float, beside_ms: float, computing_ms: float) -> float:
@@ -73,7 +94,7 @@ class _Layer:
         self.reader, self.dense, self.experts, self.record_bytes = reader, dense, experts, record_bytes
         self.x, self.out = torch.randn(1, HIDDEN), torch.empty(1, DENSE.rows)
 
-    def rehearsed(self, seconds: float) -> Waits:
+    def rehearsed(self, seconds: float, holds: float) -> Waits:
         times = {reads: _Times() for reads in READS}
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times[READS[-1]].alone) < 5:
@@ -90,6 +111,7 @@ class _Layer:
             progress=_progress(list(times.values())),
             alone_bytes_s=EXPERT.record_bytes / lone_ms * 1e3,
             dense_bytes_s=PRODUCTS * DENSE.total_bytes / dense_ms * 1e3,
+            holds=holds,
         )
 
     def _one(self, reads: int, found: _Times) -> None:

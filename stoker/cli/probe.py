@@ -70,9 +70,9 @@ def lines(profile: "Profile") -> list[str]:
         f"fixed costs   step {costs.step_ms:.2f} ms, layer {costs.layer_ms:.3f} ms "
         f"(transformers' own attention {costs.plain_layer_ms:.3f}, not all in memory +{costs.keep_ms:.3f}), "
         f"miss {costs.miss_ms:.3f} ms, wait {costs.wait_ms:.3f} ms, process {costs.process_bytes / 2**20:.0f} MiB",
-        f"first use of memory {profile.first_use.bytes_s / 1e9:.2f} GB/s, holding up "
-        f"{profile.first_use.holds:.0%} of the computing; reads beside computing at "
-        f"{waits.progress:.0%} of their pace",
+        f"first use of memory {profile.first_use.alone_bytes_s / 1e9:.2f} GB/s, beside computing "
+        f"{profile.first_use.bytes_s / 1e9:.2f}, holding up {profile.first_use.holds:.0%} of it",
+        f"reads beside computing at {waits.progress:.0%} of their pace, holding up {waits.holds:.0%} of a prompt's",
         f"disk          {profile.backend}, {'direct' if profile.direct else 'buffered: direct reads are refused'}; "
         f"through the page cache {profile.buffered_bytes_s / 1e9:.2f} GB/s",
         *_disk_table(profile),

@@ -24,7 +24,8 @@ PLAIN_BYTES = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """How the engine is run. slots: per pool (the mean); prefill_chunk: tokens of one prefill step."""
+    """How the engine is run. slots: per pool (the mean); prefill_chunk: tokens of one prefill step; scratch_bytes and
+    kv_token_bytes: what a first prompt uses besides slots, at once and with each token."""
 
     slots: float
     ring_records: int
@@ -34,6 +35,8 @@ class Setting:
     depth: int | None = None  # reads in flight; None: as the engine would choose on this disk
     direct: bool = True
     prefetch: int = 3
+    scratch_bytes: float = 0.0
+    kv_token_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,9 @@ def _prefill(
         read_bytes += shape.moe_layers * (distinct - hits) * shape.record_bytes
         done += chunk
     end_s = machine.profile.costs.step_ms / 1e3 + shape.head_bytes / machine.profile.kernels.matvec_bytes_s
+    if not warm_share:
+        found_bytes = setting.scratch_bytes + tokens * setting.kv_token_bytes
+        total_s += found_bytes / machine.profile.first_use.alone_bytes_s
     return PromptForecast(tokens, total_s + end_s, compute_s + end_s, read_s, read_bytes, distinct)
 
 
@@ -267,7 +273,7 @@ def _chunk_layer(
     """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds.
 
     fresh: records that go to memory used for the first time. The reading thread waits for each (the read before it is
-    over by then, as a rule), and what finding memory holds up of the computing is lost.
+    over by then, as a rule), and what finding memory and reading hold up of the computing is lost.
     """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
@@ -280,14 +286,13 @@ def _chunk_layer(
     experts_s = chunk * shape.top_k * shape.expert_macs / rate_at(kernels.expert_macs_s, rows)
     depth = min(setting.depth or machine.profile.depth, setting.ring_records)
     read_s = machine.steady_s(missing * shape.record_bytes, shape.record_bytes, depth)
-    first_use = machine.profile.first_use
-    touch_s = fresh * shape.record_bytes / first_use.bytes_s
+    touch_s, held_s = machine.profile.first_use.takes_s(fresh * shape.record_bytes, dense_s + experts_s)
     used_before_s = read_s * (missing - fresh) / missing if missing else 0.0
     arrive_s = max(read_s, used_before_s + touch_s)
     record_s = arrive_s / missing if missing else 0.0
     through_ring = setting.path == "whole_layer" or (setting.path == "auto" and distinct > setting.slots)
     under_dense_s = min(dense_s, setting.ring_records * record_s) if through_ring else 0.0
-    held_s = touch_s * first_use.holds
+    held_s += min(used_before_s, dense_s + experts_s) * machine.profile.waits.holds
     held_dense_s = held_s * under_dense_s / arrive_s if arrive_s else 0.0
     reading_s = dense_s + held_dense_s - under_dense_s + arrive_s + experts_s / max(1.0, distinct)
     total_s = max(dense_s + experts_s + held_s + record_s, reading_s)

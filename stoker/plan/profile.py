@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 6
+VERSION = 7
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,21 @@ class Kernels:
 
 @dataclass(frozen=True)
 class FirstUse:
-    """Memory used for the first time by one thread while all compute: its rate, the share of computing lost."""
+    """Memory used for the first time by one thread while all compute: its rate, the share of computing lost.
+    alone_bytes_s: its rate while nothing is computed."""
 
     bytes_s: float
     holds: float
+    alone_bytes_s: float
+
+    def takes_s(self, nbytes: float, compute_s: float) -> tuple[float, float]:
+        """(how long finding so much memory takes, how long computing of `compute_s` is held up by it). Computing that
+        goes on all along is prolonged; what it leaves to find comes at the rate of a thread alone."""
+        beside_s = compute_s / max(1e-3, 1 - self.holds)
+        beside_bytes = beside_s * self.bytes_s
+        if nbytes <= beside_bytes:
+            return nbytes / self.bytes_s, nbytes / self.bytes_s * self.holds
+        return beside_s + (nbytes - beside_bytes) / self.alone_bytes_s, beside_s - compute_s
 
 
 @dataclass(frozen=True)
@@ -101,12 +112,13 @@ class Waits:
 
     progress: how fast reads get on, of their own pace, while all threads walk through weights (1: undisturbed);
     alone_bytes_s: one expert in a call of its own, after its read was waited for; dense_bytes_s: dense matrices after a
-    layer that waited.
+    layer that waited; holds: the share of computing with many tokens that is lost while reads follow each other.
     """
 
     progress: float
     alone_bytes_s: float
     dense_bytes_s: float
+    holds: float
 
 
 @dataclass(frozen=True)

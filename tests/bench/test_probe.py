@@ -69,22 +69,24 @@ def test_a_rehearsed_layer_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(probe_disk, "SCRATCH_BYTES", 64 << 20)
     with probe_disk.weight_files(tmp_path) as files:
         found = probe_waits.measure(files, 1, 0.3, depth=2)
-    assert 0 <= found.progress <= 1
+    assert 0 <= found.progress <= 1 and 0 <= found.holds < 1
     assert 1e7 < found.alone_bytes_s < 1e12 and 1e7 < found.dense_bytes_s < 1e12
 
 
 def test_first_use_counts_what_had_to_be_found_by_hand() -> None:
     parts = [(0.0, 0.1), (0.1, 1.1), (1.1, 2.1)]  # one part that was at hand, two that had to be found
     products = [(0.0, 0.05), (0.05, 0.1), (0.1, 0.35), (0.35, 0.6), (0.6, 0.85), (0.85, 1.1), (1.1, 2.1)]
-    found = probe_memory.first_use(parts, 100, products, usual_s=0.05)
+    alone = [(3.0, 3.05), (3.05, 3.45), (3.45, 3.95)]
+    found = probe_memory.first_use(parts, 100, products, usual_s=0.05, alone=alone)
     assert found.bytes_s == pytest.approx(100.0)
     assert found.holds == pytest.approx(1 - 5 * 0.05 / 2.0), "five products in two seconds, where forty would be usual"
+    assert found.alone_bytes_s == pytest.approx(250.0), "the median part, with nothing beside it"
 
 
 def test_first_use_of_memory_takes_time_and_at_most_all_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_memory, "FRESH_BYTES", 128 << 20)
     found = probe_memory.measure(1)
-    assert 1e7 < found.bytes_s < 1e12 and 0 <= found.holds <= 1
+    assert 1e7 < found.bytes_s <= found.alone_bytes_s < 1e12 and 0 <= found.holds <= 1
 
 
 @pytest.mark.slow

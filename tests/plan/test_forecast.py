@@ -20,6 +20,7 @@ from stoker.plan.forecast_routing import (
     routing_named,
     spread_over,
 )
+from stoker.plan.profile import FirstUse
 from stoker.plan.replay import replay
 from stoker.plan.routes import from_array
 from tests.plan.machines import machine, model
@@ -212,6 +213,36 @@ def test_first_use_of_memory_bounds_reads_and_holds_one_core() -> None:
         for r in (1e15, 1e8)
     ]
     assert kept[0] == kept[1], "a path that keeps nothing uses no slots"
+
+
+def test_first_use_beside_computing_and_alone_by_hand() -> None:
+    found = FirstUse(bytes_s=1e8, holds=0.5, alone_bytes_s=4e8)
+    assert found.takes_s(0.5e8, compute_s=1.0) == pytest.approx((0.5, 0.25)), "computing goes on all along"
+    assert found.takes_s(2e8, compute_s=1.0) == pytest.approx((2.0, 1.0)), "it is over with the computing"
+    assert found.takes_s(6e8, compute_s=1.0) == pytest.approx((3.0, 1.0)), "the rest comes four times as fast"
+    assert found.takes_s(4e8, compute_s=0.0) == pytest.approx((1.0, 0.0))
+
+
+def test_reads_hold_up_a_prompts_computing() -> None:
+    """Half a second of reads, of which computing loses a fifth."""
+    slow = {"macs_s": 10e9, "record_ms": 0.5 * 1e3 / 640}
+    free, held = (
+        prefill(model(), Machine(machine(**slow, reads_hold=share)), replace(SETTING, path="exact"), Always(0), 512)
+        for share in (0.0, 0.2)
+    )
+    assert free.bound == "arithmetic" and held.total_s - free.total_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_first_prompt_uses_scratch_and_kv_for_the_first_time() -> None:
+    setting = replace(SETTING, path="exact")
+    more = replace(setting, scratch_bytes=1e8, kv_token_bytes=1e8 / 512)
+    slow = machine(touch_bytes_s=1e8, touch_alone_bytes_s=4e8)
+    plain, first, warm = (
+        prefill(model(), Machine(slow), how, Always(0), 512, warm_share=share).total_s
+        for how, share in ((setting, 0.0), (more, 0.0), (more, 1.0))
+    )
+    assert first - plain == pytest.approx(0.5)
+    assert warm == prefill(model(), Machine(slow), setting, Always(0), 512, warm_share=1.0).total_s
 
 
 def test_what_was_touched_while_loading_costs_a_prompt_nothing() -> None:
