@@ -29,7 +29,8 @@ RESULT = Path(__file__).parent / "results" / "engine.json"
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: an engine at a memory limit (GiB, None for resident) and a read-ahead."""
+    """One thing to measure: an engine at a memory limit (GiB, None for resident) and a read-ahead. second: after
+    another prompt in the same process, so that no memory is used for the first time; the reads stay direct."""
 
     name: str
     engine: str
@@ -39,6 +40,7 @@ class Cell:
     prompt: int = 512
     repeats: int | None = None
     extra: tuple[str, ...] = ()
+    second: bool = False
 
 
 def cells(quick: bool) -> list[Cell]:
@@ -59,6 +61,7 @@ def cells(quick: bool) -> list[Cell]:
                 extra=("--warmup", "1"),
             ),
         ]
+    found.append(Cell("stoker again 4GiB", "stoker", 4, decode=2 * tokens, second=True))
     found.append(Cell("stoker 3GiB", "stoker", 3, decode=tokens))
     found.append(Cell("stoker resident", "stoker", None, decode=3 * tokens, extra=("--warm",)))
     rounded = ("--warm", "--activation-bits", "8")
@@ -212,7 +215,7 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
     model = arguments.store if cell.engine == "stoker" else arguments.gguf
     python = sys.executable if cell.engine == "stoker" else arguments.llama_python
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(token_ids(cell.prompt, cell.decode + 4, arguments.vocabulary), file)
+        json.dump(plan_of(cell, arguments.vocabulary), file)
         file.flush()
         command = [
             python,
@@ -230,12 +233,29 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> dict[str, Any]:
             command += ["--memory", memory]
         limit = int(cell.limit_gib * GIB) if cell.limit_gib else None
         with read_ahead(cell.read_ahead_kib, arguments.device):
-            return run_confined(command, limit)
+            result = run_confined(command, limit)
+        return result.pop("sessions")["second"] | result if cell.second else result
 
 
-def token_ids(prompt: int, decode: int, vocabulary: int) -> dict[str, list[int]]:
-    """The same ids for every engine and every round."""
-    generator = random.Random(20261129)
+WARM_UP = 4  # tokens before those that are measured
+
+
+def plan_of(cell: Cell, vocabulary: int) -> dict[str, Any]:
+    """What the worker is to run: the same ids for every engine and every round."""
+    if not cell.second:
+        return token_ids(cell.prompt, cell.decode + WARM_UP, vocabulary)
+    names = {"first": 1, "second": 0}
+    return {
+        "sessions": [
+            {"name": name, "warmup": WARM_UP} | token_ids(cell.prompt, cell.decode + WARM_UP, vocabulary, more)
+            for name, more in names.items()
+        ]
+    }
+
+
+def token_ids(prompt: int, decode: int, vocabulary: int, more: int = 0) -> dict[str, list[int]]:
+    """Random ids; others for another `more`."""
+    generator = random.Random(20261129 + more)
     return {
         "prompt": [generator.randrange(vocabulary) for _ in range(prompt)],
         "decode": [generator.randrange(vocabulary) for _ in range(decode)],

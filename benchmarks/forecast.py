@@ -369,7 +369,7 @@ def result(rows: list[dict[str, Any]], profile: Profile) -> dict[str, Any]:
     return {
         "what": f"decode after {PROMPT} prompt tokens and {WARM_UP} more, median of {DECODE} tokens; first token of a "
         "process that has just loaded the model, on memory that had been given back; each run in its own process. "
-        "`forecast`: from the machine measured right before and after each run; `from_profile`: from one profile for all",
+        "`forecast`: from the machine measured right before and after each run; `from_profile`: from one profile",
         "bars": {"decode": DECODE_BAR, "ttft": TTFT_BAR},
         "configurations": len(rows),
         "within_bars": sum(row["within_bars"] for row in rows),

@@ -192,7 +192,7 @@ def engine_part(arguments: argparse.Namespace, no_peer: str | None, models: list
     skipped = [word for word, needed in (("resident", RESIDENT_BYTES), ("8GiB", 8.5 * GIB), ("4GiB", 4.5 * GIB))
                if psutil.virtual_memory().available < needed]  # fmt: skip
     words += ["--skip", *skipped] if skipped else []
-    minutes = 2.3 + arguments.rounds * (3.3 + (4.8 if no_peer is None else 0.0))
+    minutes = 2.3 + arguments.rounds * (4.1 + (4.8 if no_peer is None else 0.0))
     note = f", without {', '.join(skipped)}: not enough memory is free" if skipped else ""
     return Part("engine", minutes, python(*words), results(arguments) / "engine.json", why_not, note=note)
 

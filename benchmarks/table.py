@@ -10,10 +10,11 @@ from typing import Any
 from stoker.bench.tables import put_table
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ("engine.json", "engine_avx512.json", "engine_avx2.json")
+RESULTS = ("engine.json", "engine_avx2.json")
 ROWS = {
     "stoker 3GiB": "stoker, 3 GiB",
     "stoker 4GiB": "stoker, 4 GiB",
+    "stoker again 4GiB": "stoker, 4 GiB, a second prompt",
     "llama.cpp mmap 4GiB": "llama.cpp, mmap, 4 GiB",
     "llama.cpp mmap 4GiB default read-ahead": "llama.cpp, mmap, 4 GiB, the system's read-ahead",
     "stoker 8GiB": "stoker, 8 GiB",
