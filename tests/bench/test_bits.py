@@ -64,4 +64,4 @@ def test_the_page_says_what_is_measured_and_what_modelled(tmp_path: Path, monkey
     assert "not measured yet" in bits_page.both_table(speed, None)[2]
     page = Path(bits_page.PAGE).read_text()
     for name in ("both", "speed", "quality"):
-        assert page.count(bits_page.MARK.format(name)) == page.count(bits_page.END.format(name)) == 1
+        assert page.count(f"<!-- {name}: ") == page.count(f"<!-- end of {name} -->") == 1
