@@ -43,12 +43,13 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4, help="of each pair of domains")
     parser.add_argument("--steady", type=int, default=16, help="steady windows of each domain")
     parser.add_argument("--delta", type=float, default=0.25)
+    parser.add_argument("--split", choices=("test", "valid"), default="test", help="valid: text that chose no setting")
     parser.add_argument("--write", action="store_true", help="the table into docs/routing.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in options.models:
-        results[name] = measured(name, options)
+        results[name if options.split == "test" else f"{name}, {options.split}"] = measured(name, options)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     if options.write:
@@ -69,7 +70,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "detects": Rostered(chosen, noting=True, options=roster(Shift())),
         }
 
-    changed_WT, steady_WT = changed(options.windows, options.data), steady(options.steady, options.data)
+    changed_WT, steady_WT = changed(options.windows, options), steady(options.steady, options)
     text = hashlib.sha256(torch.cat((changed_WT, steady_WT)).numpy().tobytes()).hexdigest()
     at_change = rules() | {"fresh": Rostered(chosen, options=roster(None), shift_at=HALF)}
     after = {key: losses(model, changed_WT, rule)[:, HALF + SOON :].mean(1) for key, rule in at_change.items()}
@@ -152,9 +153,9 @@ def ratio(difference_W: np.ndarray) -> list[float]:
     return [float(np.exp(value)) for value in (difference_W.mean(), *interval(difference_W))]
 
 
-def changed(count: int, data: Path) -> Tensor:
+def changed(count: int, options: argparse.Namespace) -> Tensor:
     """int64 [W, 513]: each ordered pair of domains, `count` windows. The last token is only predicted."""
-    parts = {domain: inside(domain, HALF, 8 * count, data) for domain in DOMAINS}
+    parts = {domain: inside(domain, HALF, 8 * count, options) for domain in DOMAINS}
     rows = []
     for number, (first, then) in enumerate(permutations(DOMAINS, 2)):
         for one in range(count):
@@ -164,14 +165,14 @@ def changed(count: int, data: Path) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def steady(count: int, data: Path) -> Tensor:
+def steady(count: int, options: argparse.Namespace) -> Tensor:
     """int64 [W, 513] windows inside one document."""
-    return torch.from_numpy(np.concatenate([inside(domain, 2 * HALF, count, data) for domain in DOMAINS]))
+    return torch.from_numpy(np.concatenate([inside(domain, 2 * HALF, count, options) for domain in DOMAINS]))
 
 
-def inside(domain: str, width: int, most: int, data: Path) -> np.ndarray:
+def inside(domain: str, width: int, most: int, options: argparse.Namespace) -> np.ndarray:
     """int64 [n, width + 1] windows that lie inside one document each, at most so many, at even distances."""
-    stream = tokens(domain, "test", data)
+    stream = tokens(domain, options.split, options.data)
     cuts = np.concatenate(([-1], np.flatnonzero(stream == END_ID), [len(stream)]))
     lows = [
         low
