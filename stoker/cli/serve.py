@@ -17,7 +17,7 @@ from stoker.errors import OptionError, StoreError
 
 if TYPE_CHECKING:
     from stoker.server.loading import Batching
-    from stoker.server.registry import Registry, Spec
+    from stoker.server.registry import Registry
     from stoker.server.service import Service
     from stoker.server.settings import Settings
 
@@ -245,7 +245,8 @@ def _registry(
 
     specs = []
     for model, own in zip(models, names, strict=True):
-        cost = None if len(models) == 1 else price(model, **_priced(model_options(loading, batching)))
+        alone = len(models) == 1 and keep_alive is None
+        cost = None if alone else price(model, **_priced(model_options(loading, batching)))
         specs.append(Spec(own, model, cost, _about(model, cost), tuple(name for name, _ in loading["loras"])))
     keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(models) > 1 else keep_alive
     load = loader(settings, loading, batching)
@@ -255,14 +256,16 @@ def _registry(
     if len(models) == 1 and keep_alive is None:
         _show_loaded(registry.adopt(registry.entries[0]), batching)
     else:
-        _show_waiting(specs, limit, keep_alive_min)
+        registry.check_budget()
+        _show_waiting(registry, keep_alive_min)
     return registry
 
 
 def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
     names = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
-    return {name: options[name] for name in names}
+    names += ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "cache_lambda", "keep_best")
+    return {name: options[name] for name in (*names, "own_slots") if name in options}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:
@@ -290,13 +293,15 @@ def _show_loaded(service: "Service", batching: "Batching") -> None:
     note(f"prefixes are kept {where}" if reason is None else f"prefixes are not kept: {reason}")
 
 
-def _show_waiting(specs: "list[Spec]", limit: int, keep_alive_min: float | None) -> None:
+def _show_waiting(registry: "Registry", keep_alive_min: float | None) -> None:
     from stoker.runtime.budget import format_bytes
 
-    for spec in specs:
+    limit, base = registry.budget_bytes, registry.base_bytes
+    for spec in (entry.spec for entry in registry.entries):
         if spec.price is not None:
-            least, most = format_bytes(spec.price.floor_bytes), format_bytes(spec.price.full_bytes)
-            note(f"{spec.name}: takes {least} at least, {most} with all experts in memory")
+            least, most = registry.least_bytes(spec.price), format_bytes(spec.price.full_bytes + base)
+            note(f"{spec.name}: takes {format_bytes(least)} at least, {most} with all experts in memory")
+    note(f"{format_bytes(base)} of each are the process with its libraries, which models share")
     stays = "until its memory is needed" if keep_alive_min is None else f"for {keep_alive_min:g} idle minutes"
     note(f"budget {format_bytes(limit)} for all; a model is loaded at its first request and stays {stays}")
 
