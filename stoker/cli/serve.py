@@ -6,6 +6,8 @@ Everything about the run goes to stderr.
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +19,7 @@ from stoker.errors import OptionError, StoreError
 
 if TYPE_CHECKING:
     from stoker.server.loading import Batching
-    from stoker.server.registry import Registry
+    from stoker.server.registry import Registry, Spec
     from stoker.server.service import Service
     from stoker.server.settings import Settings
 
@@ -144,7 +146,7 @@ def serve(
 
     Sampling options are defaults: a request's own come first, the model's generation_config.json after.
     """
-    from stoker.runtime.budget import parse_bytes
+    from stoker.runtime.budget import parse_bytes, resolve
     from stoker.server import wire
     from stoker.server.memory import share_arenas
     from stoker.server.settings import Settings
@@ -188,8 +190,11 @@ def serve(
     from stoker.server.loading import Batching
 
     batching = Batching(parallel, queue, prefix_cache, size_bytes)
-    registry = _registry(models, names, memory, keep_alive, settings, loading, batching)
-    _serve(create_app(registry, settings), registry, settings, sock)
+    limit = resolve(memory)
+    specs = _specs(models, names, loading, batching, alone=len(models) == 1 and keep_alive is None)
+    with _directory_of(batching):
+        registry = _registry(specs, limit, keep_alive, settings, loading, batching)
+        _serve(create_app(registry, settings), registry, settings, sock)
 
 
 def model_names(models: list[str], aliases: list[str]) -> list[tuple[str, ...]]:
@@ -226,34 +231,60 @@ def named_loras(given: list[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
+def _specs(
+    models: list[str], names: list[tuple[str, ...]], loading: dict[str, Any], batching: "Batching", *, alone: bool
+) -> "list[Spec]":
+    """What is known of the models before one is loaded. alone: the only one, with the budget to itself."""
+    from stoker.generate.prefix import check_size
+    from stoker.generate.price import price
+    from stoker.server.loading import model_options
+    from stoker.server.registry import Spec
+
+    specs = []
+    for model, own in zip(models, names, strict=True):
+        cost = None
+        if not alone or batching.directory is not None:
+            cost = price(model, **_priced(model_options(loading, batching)))
+        if cost is not None and batching.directory is not None:
+            check_size(batching.size_bytes, cost.block_bytes, own[0])
+        adapters = tuple(name for name, _ in loading["loras"])
+        specs.append(Spec(own, model, None if alone else cost, _about(model, cost), adapters))
+    return specs
+
+
+@contextmanager
+def _directory_of(batching: "Batching") -> Iterator[None]:
+    """The directory of the prefix cache is this process's from before a model is loaded to the end."""
+    from stoker.generate.prefix.disk import borrow, give_back
+
+    if batching.directory is None:
+        yield
+        return
+    directory = borrow(batching.directory, batching.size_bytes)
+    try:
+        yield
+    finally:
+        give_back(directory)
+
+
 def _registry(
-    models: list[str],
-    names: list[tuple[str, ...]],
-    memory: str,
+    specs: "list[Spec]",
+    limit: int,
     keep_alive: float | None,
     settings: "Settings",
     loading: dict[str, Any],
     batching: "Batching",
 ) -> "Registry":
     """Everything that is known before the first request. A model that is alone is loaded here."""
-    from stoker.runtime import budget
+    from stoker.server.loading import loader
+    from stoker.server.registry import Registry
 
-    limit = budget.resolve(memory)
-    from stoker.generate.price import price
-    from stoker.server.loading import loader, model_options
-    from stoker.server.registry import Registry, Spec
-
-    specs = []
-    for model, own in zip(models, names, strict=True):
-        alone = len(models) == 1 and keep_alive is None
-        cost = None if alone else price(model, **_priced(model_options(loading, batching)))
-        specs.append(Spec(own, model, cost, _about(model, cost), tuple(name for name, _ in loading["loras"])))
-    keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(models) > 1 else keep_alive
+    keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(specs) > 1 else keep_alive
     load = loader(settings, loading, batching)
     registry = Registry(
         specs, load, settings, budget_bytes=limit, keep_alive_s=None if keep_alive_min is None else 60 * keep_alive_min
     )
-    if len(models) == 1 and keep_alive is None:
+    if len(specs) == 1 and keep_alive is None:
         _show_loaded(registry.adopt(registry.entries[0]), batching)
     else:
         registry.check_budget()
