@@ -294,9 +294,9 @@ def _registry(
 
 def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
-    names = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
-    names += ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "cache_lambda", "keep_best")
-    return {name: options[name] for name in (*names, "own_slots") if name in options}
+    sizes = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
+    rules = ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "cache_lambda", "keep_best")
+    return {name: options[name] for name in (*sizes, *rules, "own_slots") if name in options}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:
