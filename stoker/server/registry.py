@@ -33,8 +33,8 @@ FAIR_SHARE = 0.5
 IDLE_CHECK_S = 1.0
 TRIM_S = 10.0
 MIB = 1 << 20
-# What the process grows by when its libraries are first used (tokenizers, kernels, grammars). Measured on the demo model:
-# 45 MiB more than at the start when a model is priced alone, 25 to 32 MiB after models have come and gone.
+# What the process grows by when its libraries are first used (tokenizers, kernels, grammars). Measured on the demo
+# model: 45 MiB when a model is loaded for the first time, 25 to 32 MiB that stay when models have come and gone.
 LIBRARIES_BYTES = 64 * MIB
 STEP_BYTES = 16 * MIB  # budgets are named in such steps
 
