@@ -36,7 +36,8 @@ def list_(directory: Directory) -> None:
         size = show_bytes(sum(segment.nbytes for segment in segments))
         print(f"{fingerprint.hex()[:16]}  {size:>10}  {tokens:>9} tokens  {len(segments):>5} files  {_ago(age_s)}")
     total = show_bytes(sum(segment.nbytes for segment in found))
-    print(f"{directory}: {total} of {len(by_model)} models" + (f"; {damaged} damaged files" if damaged else ""))
+    models = _count(len(by_model), "model")
+    print(f"{directory}: {total} of {models}" + (f"; {_count(damaged, 'damaged file')}" if damaged else ""))
 
 
 def clear(directory: Directory) -> None:
@@ -46,7 +47,7 @@ def clear(directory: Directory) -> None:
 
     _check(directory)
     nbytes = sum(file.stat().st_size for file in directory.glob(f"*{SUFFIX}"))
-    print(f"{directory}: {remove_all(directory)} files removed, {show_bytes(nbytes)}")
+    print(f"{directory}: {_count(remove_all(directory), 'file')} removed, {show_bytes(nbytes)}")
 
 
 def _check(directory: Path) -> None:
@@ -68,6 +69,10 @@ def _segments(directory: Path) -> "tuple[list[Segment], int]":
         except Damaged:
             damaged += 1
     return found, damaged
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _ago(seconds: float) -> str:

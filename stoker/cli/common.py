@@ -196,7 +196,15 @@ def sampling_options(
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
     chosen = {name: value for name, value in asked.items() if value is not None}
-    resolve_sampling(chosen)
+    try:
+        resolve_sampling(chosen)
+    except OptionError as error:
+        if error.where not in chosen:
+            raise
+        flag = f"--{error.where.replace('_', '-')}"
+        raise OptionError(
+            error.what, where=flag, expected=error.expected, got=error.got, remedy=error.remedy
+        ) from error  # fmt: skip
     return chosen
 
 

@@ -168,7 +168,7 @@ def launch(
             "unknown agent", where="launch", expected=", ".join(AGENTS), got=agent,
             remedy=f"did you mean {near[0]}?" if near else None,
         )  # fmt: skip
-    target = find_target(url.rstrip("/").removesuffix("/v1"), api_key, model)
+    target = find_target(server_url(url), api_key, model)
     planned = chosen.launch(target)
     command = [chosen.program, *planned.arguments, *(arguments or ())]
     if target.ctx_tokens is not None and target.ctx_tokens < LEAST_CTX_TOKENS:
@@ -181,6 +181,12 @@ def launch(
         print(shown(planned, command, secret=api_key))
         return
     _run(chosen, planned, command)
+
+
+def server_url(text: str) -> str:
+    """A server's address as it may be typed: with or without http://, a slash at its end, or /v1."""
+    url = text if "://" in text else f"http://{text}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def find_target(url: str, key: str | None, model: str | None) -> Target:
@@ -208,10 +214,18 @@ def _models(url: str, key: str | None) -> list[dict[str, Any]]:
         raise StokerError("the server refuses", where=url, got=f"HTTP {error.code}", remedy=remedy) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "start one with `stoker serve MODEL`, or name another with --url"
-        raise StokerError("no server answers", where=url, got=str(error), remedy=remedy) from error
+        raise StokerError("no server answers", where=url, got=_reason(error), remedy=remedy) from error
     if not isinstance(listed, list) or not listed:
         raise StokerError("the server has no models", where=url)
     return listed
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in plain words."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    return str(reason) if isinstance(reason, str | OSError) else "an answer that is no list of models"
 
 
 def shown(planned: Launch, command: list[str], *, secret: str | None) -> str:

@@ -6,6 +6,8 @@ Everything about the run goes to stderr.
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,7 +146,7 @@ def serve(
 
     Sampling options are defaults: a request's own come first, the model's generation_config.json after.
     """
-    from stoker.runtime.budget import parse_bytes
+    from stoker.runtime.budget import parse_bytes, resolve
     from stoker.server import wire
     from stoker.server.memory import share_arenas
     from stoker.server.settings import Settings
@@ -188,8 +190,11 @@ def serve(
     from stoker.server.loading import Batching
 
     batching = Batching(parallel, queue, prefix_cache, size_bytes)
-    registry = _registry(models, names, memory, keep_alive, settings, loading, batching)
-    _serve(create_app(registry, settings), registry, settings, sock)
+    limit = resolve(memory)
+    specs = _specs(models, names, loading, batching, alone=len(models) == 1 and keep_alive is None)
+    with _directory_of(batching):
+        registry = _registry(specs, limit, keep_alive, settings, loading, batching)
+        _serve(create_app(registry, settings), registry, settings, sock)
 
 
 def model_names(models: list[str], aliases: list[str]) -> list[tuple[str, ...]]:
@@ -226,43 +231,72 @@ def named_loras(given: list[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
+def _specs(
+    models: list[str], names: list[tuple[str, ...]], loading: dict[str, Any], batching: "Batching", *, alone: bool
+) -> "list[Spec]":
+    """What is known of the models before one is loaded. alone: the only one, with the budget to itself."""
+    from stoker.generate.prefix import check_size
+    from stoker.generate.price import price
+    from stoker.server.loading import model_options
+    from stoker.server.registry import Spec
+
+    specs = []
+    for model, own in zip(models, names, strict=True):
+        cost = None
+        if not alone or batching.directory is not None:
+            cost = price(model, **_priced(model_options(loading, batching)))
+        if cost is not None and batching.directory is not None:
+            check_size(batching.size_bytes, cost.block_bytes, own[0])
+        adapters = tuple(name for name, _ in loading["loras"])
+        specs.append(Spec(own, model, None if alone else cost, _about(model, cost), adapters))
+    return specs
+
+
+@contextmanager
+def _directory_of(batching: "Batching") -> Iterator[None]:
+    """The directory of the prefix cache is this process's from before a model is loaded to the end."""
+    from stoker.generate.prefix.disk import borrow, give_back
+
+    if batching.directory is None:
+        yield
+        return
+    directory = borrow(batching.directory, batching.size_bytes)
+    try:
+        yield
+    finally:
+        give_back(directory)
+
+
 def _registry(
-    models: list[str],
-    names: list[tuple[str, ...]],
-    memory: str,
+    specs: "list[Spec]",
+    limit: int,
     keep_alive: float | None,
     settings: "Settings",
     loading: dict[str, Any],
     batching: "Batching",
 ) -> "Registry":
     """Everything that is known before the first request. A model that is alone is loaded here."""
-    from stoker.runtime import budget
+    from stoker.server.loading import loader
+    from stoker.server.registry import Registry
 
-    limit = budget.resolve(memory)
-    from stoker.generate.price import price
-    from stoker.server.loading import loader, model_options
-    from stoker.server.registry import Registry, Spec
-
-    specs = []
-    for model, own in zip(models, names, strict=True):
-        cost = None if len(models) == 1 else price(model, **_priced(model_options(loading, batching)))
-        specs.append(Spec(own, model, cost, _about(model, cost), tuple(name for name, _ in loading["loras"])))
-    keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(models) > 1 else keep_alive
+    keep_alive_min = KEEP_ALIVE_MIN if keep_alive is None and len(specs) > 1 else keep_alive
     load = loader(settings, loading, batching)
     registry = Registry(
         specs, load, settings, budget_bytes=limit, keep_alive_s=None if keep_alive_min is None else 60 * keep_alive_min
     )
-    if len(models) == 1 and keep_alive is None:
+    if len(specs) == 1 and keep_alive is None:
         _show_loaded(registry.adopt(registry.entries[0]), batching)
     else:
-        _show_waiting(specs, limit, keep_alive_min)
+        registry.check_budget()
+        _show_waiting(registry, keep_alive_min)
     return registry
 
 
 def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
-    names = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
-    return {name: options[name] for name in names}
+    sizes = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
+    rules = ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "cache_lambda", "keep_best")
+    return {name: options[name] for name in (*sizes, *rules, "own_slots") if name in options}
 
 
 def _about(model: str, cost: Any) -> dict[str, Any]:
@@ -290,13 +324,15 @@ def _show_loaded(service: "Service", batching: "Batching") -> None:
     note(f"prefixes are kept {where}" if reason is None else f"prefixes are not kept: {reason}")
 
 
-def _show_waiting(specs: "list[Spec]", limit: int, keep_alive_min: float | None) -> None:
+def _show_waiting(registry: "Registry", keep_alive_min: float | None) -> None:
     from stoker.runtime.budget import format_bytes
 
-    for spec in specs:
+    limit, base = registry.budget_bytes, registry.base_bytes
+    for spec in (entry.spec for entry in registry.entries):
         if spec.price is not None:
-            least, most = format_bytes(spec.price.floor_bytes), format_bytes(spec.price.full_bytes)
-            note(f"{spec.name}: takes {least} at least, {most} with all experts in memory")
+            least, most = registry.least_bytes(spec.price), format_bytes(spec.price.full_bytes + base)
+            note(f"{spec.name}: takes {format_bytes(least)} at least, {most} with all experts in memory")
+    note(f"{format_bytes(base)} of each are the process with its libraries, which models share")
     stays = "until its memory is needed" if keep_alive_min is None else f"for {keep_alive_min:g} idle minutes"
     note(f"budget {format_bytes(limit)} for all; a model is loaded at its first request and stays {stays}")
 

@@ -48,6 +48,7 @@ class Options:
     prefetch: int = 3  # reads ahead for the next layer while a token's misses are awaited; 0: none
     populate: bool = True  # a thread touches the slots from load on: a faster first prompt
     slots: tuple[int, ...] | None = None  # per pool; None: the ledger splits evenly
+    process_bytes: int | None = None  # what the process is priced at beside the model; None: measured
     grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
     routing: str | None = None  # who chooses experts: see runtime/modes.py; None: the gate, or an adapter's heads
     adapter: str | None = None  # a directory: docs/adapters.md
@@ -110,7 +111,7 @@ def plan_run(
     states_bytes = 0 if shape else cache_state_bytes(config) * options.parallel
     kv_bytes = shape.bytes_for(kv_tokens) if shape else token_bytes * kv_tokens + states_bytes
     needs = Needs(
-        process_bytes=psutil.Process().memory_info().rss,
+        process_bytes=options.process_bytes or psutil.Process().memory_info().rss,
         dense_bytes=dense.quantised_bytes(store) + dense.plain_bytes(store),
         kv_bytes=kv_bytes,
         scratch_bytes=scratch_bytes(store, config, smallest),

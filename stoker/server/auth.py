@@ -1,7 +1,8 @@
 """Who may ask: the key, the Host that was meant, the site whose script asks. Decides; sends nothing.
 
 A browser lets any site's script send requests to localhost. Against that: a foreign Host is refused (DNS rebinding),
-and so is a foreign Origin unless --cors names it, whatever CORS would have let the script read.
+and so is a foreign Origin unless --cors names it, whatever CORS would have let the script read. Plain reading (GET) of
+what holds no use of the server is let through: without CORS, a browser keeps the answer from the script.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ from stoker.server.settings import Settings, is_loopback
 # What holds neither models nor conversations: whether the server lives, and the page's own files.
 OPEN_PATHS = ("/health", "/health/live", "/", "/favicon.ico")
 OPEN_PREFIXES = ("/static/",)
+# What tells how the server is used: not even to be asked for by another site's script.
+WATCH_PATHS = ("/metrics", "/live", "/live/stream")
 
 
 def check_key(headers: Headers, path: str, settings: Settings) -> None:
@@ -66,10 +69,12 @@ def host_name(host: str) -> str:
     return host.partition(":")[0].lower().rstrip(".")
 
 
-def check_origin(headers: Headers, method: str, settings: Settings) -> None:
-    """Raises RequestError (403) where a script of another site asks for more than reading, and --cors names it not."""
+def check_origin(headers: Headers, method: str, path: str, settings: Settings) -> None:
+    """Raises RequestError (403) where a script of another site asks for more than plain reading, or for WATCH_PATHS,
+    and --cors names it not."""
     origin = headers.get("origin")
-    if origin is None or method in ("GET", "HEAD", "OPTIONS") or allowed_origin(origin, settings):
+    reads = method == "OPTIONS" or (method in ("GET", "HEAD") and path not in WATCH_PATHS)
+    if origin is None or reads or allowed_origin(origin, settings):
         return
     if urlsplit_netloc(origin) == headers.get("host", "").lower():
         return

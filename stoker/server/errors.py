@@ -68,8 +68,8 @@ class RequestError(StokerError):
 
 
 def refused(field: str, what: str, **more: Any) -> RequestError:
-    """A 400 about one field of the body."""
-    return RequestError(what, field=field, **more)
+    """A 400 about one field of the body; code: invalid_value where `more` names no other."""
+    return RequestError(what, field=field, **{"code": "invalid_value", **more})
 
 
 def as_request_error(error: BaseException) -> RequestError:
@@ -118,6 +118,16 @@ def log_refusal(method: str, path: str, error: BaseException) -> None:
         log.info("%s %r %s refused: %d %s %s", method, path[:80], id, told.status, told.code, told.field or "")
 
 
+def log_cut(method: str, path: str, error: BaseException) -> None:
+    """One line for an answer that had begun, with its status, and could not be finished."""
+    told, holder = as_request_error(error), current()
+    id = holder.id if holder is not None else "-"
+    trouble = error if told.code == "internal_error" else None
+    level = logging.INFO if trouble is None else logging.ERROR
+    words = "%s %r %s cut off after its beginning: %s"
+    log.log(level, words, method, path[:80], id, told.code, exc_info=trouble)
+
+
 def _body(told: RequestError, dialect: Dialect) -> dict[str, Any]:
     message = _one_line(told)
     if dialect == "anthropic":
@@ -135,8 +145,8 @@ def _context(error: ContextError) -> str:
     if not error.limit_tokens:
         return _one_line(error)
     return (
-        f"this model's maximum context length is {error.limit_tokens} tokens, but the request needs "
-        f"{error.asked_tokens} tokens; shorten the messages, or ask for less"
+        f"this model's maximum context length is {error.limit_tokens} tokens (as served: --ctx-size), but the request "
+        f"needs {error.asked_tokens} tokens; shorten the messages, or ask for less"
     )
 
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stoker.server.auth import allowed_origin, check_host, check_key, check_origin
-from stoker.server.errors import RequestError, dialect_of, log_refusal, render
+from stoker.server.errors import RequestError, dialect_of, log_cut, log_refusal, render
 from stoker.server.held import Held, begin
 from stoker.server.settings import Settings
 
@@ -55,7 +55,7 @@ class Guard:
         headers, settings = Headers(scope=scope), self._settings
         try:
             check_host(headers, settings)
-            check_origin(headers, scope["method"], settings)
+            check_origin(headers, scope["method"], scope["path"], settings)
             if not (scope["method"] == "OPTIONS" and settings.cors):
                 check_key(headers, scope["path"], settings)
         except RequestError as error:
@@ -109,9 +109,10 @@ class Exchange:
 
     async def fail(self, error: Exception) -> None:
         """Answer with the error; where the answer has begun, its end comes without one and the connection closes."""
-        log_refusal(self._scope["method"], self._scope["path"], error)
         if self._started:
+            log_cut(self._scope["method"], self._scope["path"], error)
             return
+        log_refusal(self._scope["method"], self._scope["path"], error)
         status, body, headers = render(error, dialect_of(self._scope["path"]))
         await self._answer(status, json.dumps(body).encode(), headers.items())
 

@@ -36,8 +36,9 @@ def model_options(options: Mapping[str, Any], batching: Batching) -> dict[str, A
 def loader(settings: Settings, options: Mapping[str, Any], batching: Batching) -> Loader:
     """How a registry loads: `options` are those of `generate.model.load`."""
 
-    def load_service(spec: Spec, memory_bytes: int) -> Service:
-        model, prefix = load(spec.path, memory=memory_bytes, **model_options(options, batching)), None
+    def load_service(spec: Spec, memory_bytes: int, process_bytes: int | None) -> Service:
+        more = model_options(options, batching) | {"process_bytes": process_bytes}
+        model, prefix = load(spec.path, memory=memory_bytes, **more), None
         try:
             prefix = open_prefix_cache(model.runtime, directory=batching.directory, size_bytes=batching.size_bytes)
             batcher = Batcher(

@@ -103,7 +103,7 @@ class Service:
     def _too_long(self, prompt_tokens: int, *, at_least: bool = False) -> ContextError:
         more = "at least " if at_least else ""
         error = ContextError(
-            f"the prompt has {more}{prompt_tokens} tokens and this model's maximum context length is "
+            f"the prompt has {more}{prompt_tokens} tokens and the context that it is served with (--ctx-size) is "
             f"{self.ctx_size} tokens",
             remedy="shorten it, or start the server with a larger --ctx-size",
         )
@@ -132,7 +132,7 @@ class Service:
         self._active[0] -= 1
         if result is not None:
             log.info("%s: %s", self.name, request_line(result))
-        elif error is not None:
+        elif error is not None and not isinstance(error, Closing):  # whoever asked gets that told, and the log with it
             log.warning("%s: answer failed: %s", self.name, error.what)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from stoker.server.errors import Dialect, dialect_of, log_refusal, render
+from stoker.server.errors import Dialect, dialect_of, log_cut, render
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -60,7 +60,7 @@ class EventStream(Response):
                 coming = _next(self._chunks)
                 await _write(send, chunk)
         except Exception as error:
-            log_refusal(scope["method"], scope["path"], error)
+            log_cut(scope["method"], scope["path"], error)
             await _write(send, failed(error))
         finally:
             coming.cancel()

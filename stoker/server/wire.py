@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ HEAD_BYTES = 32 << 10
 # After everything is told: how long connections may take to take it. After the second signal: how long a step may.
 FLUSH_S = 5
 NOW_S = 2.0
+# `timeout` and shells send one signal to the process and to its group: what comes so soon after the first is no second.
+SAME_SIGNAL_S = 0.5
 
 
 class Connection(H11Protocol):
@@ -149,7 +152,7 @@ class _Life:
             h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False,
         )  # fmt: skip
         self._server = _Server(config)
-        self._signals = 0
+        self._signals, self._first_signal_s = 0, 0.0
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -173,8 +176,12 @@ class _Life:
         self._ready()
 
     def _on_signal(self) -> None:
+        now = time.monotonic()
+        if self._signals == 1 and now - self._first_signal_s < SAME_SIGNAL_S:
+            return
         self._signals += 1
         if self._signals == 1:
+            self._first_signal_s = now
             self._ending = asyncio.create_task(self._end())
         elif self._signals == 2:
             _say("stopping now")
@@ -185,7 +192,8 @@ class _Life:
     async def _end(self) -> None:
         """Let running answers finish, for a while."""
         running, seconds = self._registry.running, self._settings.shutdown_s
-        waits = f"{running} running answers may finish for {seconds:g} s; the same signal again stops now"
+        answers = "answer" if running == 1 else "answers"
+        waits = f"{running} running {answers} may finish for {seconds:g} s; the same signal again stops now"
         _say(f"stopping: {waits}" if running else "stopping")
         if not await self._registry.drain(seconds):
             _say("time is up: the running answers end here")

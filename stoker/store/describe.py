@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.checkpoint.experts import expert_count
 from stoker.checkpoint.source import Checkpoint, open_checkpoint
-from stoker.errors import OptionError
+from stoker.errors import OptionError, StoreError
 from stoker.store import manifest as manifest_file
 from stoker.store.files import dense_parts, lay_out
 from stoker.store.manifest import DenseEntry, Manifest, PoolEntry
@@ -59,6 +59,12 @@ def describe(path: str | Path) -> Description:
     directory = Path(path)
     if (directory / manifest_file.NAME).exists() or (directory / JOURNAL).exists():
         return _describe_store(open_store(directory))
+    if directory.is_dir() and not (directory / "config.json").exists():
+        raise StoreError(
+            "neither a store nor a checkpoint", where=str(directory),
+            expected="stoker.json of a store, or config.json of a checkpoint", got="neither of them",
+            remedy="name a store; `stoker pack SRC DST` makes one out of a checkpoint",
+        )  # fmt: skip
     return _describe_checkpoint(open_checkpoint(directory))
 
 

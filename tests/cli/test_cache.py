@@ -30,6 +30,7 @@ def test_list_and_clear(tmp_path: Path) -> None:
     os.truncate(damaged, 5000)
     code, shown = run("list", str(tmp_path))
     assert code == 0 and "1 damaged file" in shown and ("61616161" in shown) != ("62626262" in shown)
+    assert "of 1 model;" in shown and "1 damaged files" not in shown
     fill(tmp_path)
     code, shown = run("list", str(tmp_path))
     assert (

@@ -141,7 +141,8 @@ def test_the_others(
 
 
 def test_dry_run_prints_what_a_shell_can_run(agents: Path, server: Listing, tmp_path: Path) -> None:
-    done = launch(tmp_path, "claude", "--url", server.url, "--dry-run", "--", "-p", "two words", STOKER_API_KEY=KEY)
+    bare = f"{server.url.removeprefix('http://')}/v1"
+    done = launch(tmp_path, "claude", "--url", bare, "--dry-run", "--", "-p", "two words", STOKER_API_KEY=KEY)
     assert done.returncode == 0, done.stderr
     assert KEY not in done.stdout.replace("$STOKER_API_KEY", "")
     shell = subprocess.run(
@@ -162,6 +163,7 @@ def test_refusals(agents: Path, server: Listing, tmp_path: Path) -> None:
     assert wrong_key.returncode == 1 and "401" in wrong_key.stderr and "--api-key" in wrong_key.stderr
     silent = launch(tmp_path, "claude", "--url", "http://127.0.0.1:9")
     assert silent.returncode == 1 and "stoker serve" in silent.stderr
+    assert "Connection refused" in silent.stderr and "urlopen" not in silent.stderr
     foreign = launch(tmp_path, "claude", "--url", server.url, "--model", "gpt-9", STOKER_API_KEY=KEY)
     assert foreign.returncode == 2 and "small" in foreign.stderr
     server.models = MODELS

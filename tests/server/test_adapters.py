@@ -10,6 +10,7 @@ import torch
 
 import stoker
 from stoker.adapter.lora import LoraPair, write_lora
+from stoker.generate.price import price
 from stoker.store.reader import open_store
 from tests.server.running import Server, http
 
@@ -53,6 +54,12 @@ def ask(server: Server, model: str) -> str:
 def expected(store: Path, adapter: Path | None) -> str:
     with stoker.load(store, memory="8GiB", adapter=adapter) as model:  # the budget counts the whole test process
         return model.generate(PROMPT, max_tokens=TOKENS, temperature=0).text
+
+
+def test_a_price_includes_adapters(tiny_store: Path, loras: dict[str, Path]) -> None:
+    with_them = price(tiny_store, loras=tuple((name, str(path)) for name, path in loras.items()))
+    more = with_them.floor_bytes - price(tiny_store).floor_bytes
+    assert more >= sum(file.stat().st_size for path in loras.values() for file in path.glob("*.safetensors")) // 2 > 0
 
 
 def test_each_request_takes_its_own(server: Server, tiny_store: Path, loras: dict[str, Path]) -> None:

@@ -1,6 +1,7 @@
 """How requests, connections and the server end: clients that vanish, read slowly, idle or lie; signals; ports."""
 
 import json
+import re
 import signal
 import socket
 import time
@@ -8,12 +9,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from stoker.cli.main import build_app
+from stoker.generate.prefix import check_size
+from stoker.generate.prefix.disk import borrow, give_back
+from stoker.generate.price import price
+from stoker.runtime.budget import parse_bytes
+from stoker.server import wire
 from tests.server.running import PATIENCE_S, Server, http
 
 KEY = "a key: geheim-ü"
@@ -174,7 +181,7 @@ def test_a_signal_lets_running_answers_finish(long_store: Path) -> None:
             text = "\n".join(lines)
         assert text.rstrip().endswith("data: [DONE]") and '"finish_reason":"length"' in text
         assert started.wait() == 0, started.log
-        assert "1 running answers may finish" in started.log and "Traceback" not in started.log
+        assert "1 running answer may finish" in started.log and "Traceback" not in started.log
 
 
 def test_a_second_signal_ends_it_now(long_store: Path) -> None:
@@ -185,6 +192,9 @@ def test_a_second_signal_ends_it_now(long_store: Path) -> None:
             next(lines)
             started.signal(signal.SIGINT)
             started.wait_for_line("stopping:")
+            started.signal(signal.SIGINT)  # as `timeout` and terminals send it twice: one request to end
+            time.sleep(wire.SAME_SIGNAL_S + 0.1)
+            assert "stopping now" not in started.log
             began = time.monotonic()
             started.signal(signal.SIGINT)
             try:
@@ -193,9 +203,14 @@ def test_a_second_signal_ends_it_now(long_store: Path) -> None:
                 text = "server_closing"
         assert "server_closing" in text and "[DONE]" not in text, "the client is told"
         assert started.wait() == 0 and time.monotonic() - began < PATIENCE_S, started.log
+        assert "refused" not in started.log and "answer failed" not in started.log
+        assert (
+            "server_closing" not in started.log or started.log.count("cut off after its beginning: server_closing") == 1
+        )
 
 
-def test_what_is_wrong_before_a_model_is_loaded(tiny_store: Path, tmp_path: Path) -> None:
+@mock.patch("stoker.server.loading.load")
+def test_what_is_wrong_before_a_model_is_loaded(loading: mock.Mock, tiny_store: Path, tmp_path: Path) -> None:
     def refused(*arguments: object) -> str:
         done = CliRunner().invoke(build_app(), ["serve", *map(str, arguments)])
         assert done.exit_code in (1, 2) and done.stdout == "", done.output
@@ -208,6 +223,25 @@ def test_what_is_wrong_before_a_model_is_loaded(tiny_store: Path, tmp_path: Path
         assert f"port {port}" in refused(tiny_store, "--port", port) and "--port" in refused(tiny_store, "--port", port)
     assert "two models" in refused(tiny_store, tiny_store, "--port", 0)
     assert "no such store" in refused(tmp_path / "nothing", "--port", 0)
+    for more in ((), ("--keep-alive", 1)):
+        assert "stoker pack SRC DST" in refused(tmp_path, *more, "--port", 0)
+    assert "--temperature: out of range" in refused(tiny_store, "--temperature", -1, "--port", 0)
+    loading.side_effect = AssertionError("a model is loaded")
+    taken_by_a_file = refused(tiny_store, "--prefix-cache", "/dev/null", "--port", 0)
+    assert "not a directory" in taken_by_a_file and "--prefix-cache /dev/null" in taken_by_a_file
+    kept = tmp_path / "kept"
+    tight = refused(tiny_store, "--prefix-cache", kept, "--prefix-cache-size", "1KiB", "--port", 0)
+    assert "not one block" in tight and "got:      1KiB" in tight and not kept.exists()
+    least = re.search(r"at least (\d+KiB)", tight)
+    assert least is not None
+    check_size(parse_bytes(least[1]), price(tiny_store).block_bytes, "tiny")
+    used = borrow(kept, 1 << 30)
+    try:
+        with mock.patch("stoker.generate.prefix.disk._open", {}):
+            for more in ((), ("--keep-alive", 1)):
+                assert "another process" in refused(tiny_store, *more, "--prefix-cache", kept, "--port", 0)
+    finally:
+        give_back(used)
     assert "--prefix-cache DIR" in refused(tiny_store, "--prefix-cache-size", "1GiB", "--port", 0)
     assert "without --keep-alive" in refused(tiny_store, "--trace", tmp_path / "t", "--keep-alive", 1, "--port", 0)
     assert "not an origin" in refused(tiny_store, "--cors", "example.org", "--port", 0)

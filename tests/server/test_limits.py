@@ -8,6 +8,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from stoker.errors import ContextError, OptionError
+from stoker.server.anthropic.request import MessagesRequest
+from stoker.server.anthropic.request import to_turn as messages_to_turn
 from stoker.server.auth import check_host, check_key, check_origin, same_key
 from stoker.server.errors import RequestError, render
 from stoker.server.limits import parse, parse_object
@@ -185,7 +187,7 @@ def test_choices_draw_apart() -> None:
 @pytest.mark.parametrize(
     ("dialect", "words"),
     [
-        ("openai", "maximum context length is 4096 tokens"),
+        ("openai", "this model's maximum context length is 4096 tokens (as served: --ctx-size)"),
         ("anthropic", "prompt is too long: 5000 tokens > 4096 maximum"),
     ],
 )
@@ -195,6 +197,24 @@ def test_a_full_context_in_the_words_that_agents_know(dialect: Any, words: str) 
     status, body, _ = render(error, dialect)
     assert status == 400 and words in body["error"]["message"] and "5000" in body["error"]["message"]
     assert body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({"role": "assistant", "content": "I begin"}, "unsupported_content"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}, "unsupported_content"),
+        ({"role": "user", "content": [{"type": "image"}]}, "unsupported_content"),
+        ({"role": "user", "content": [{"text": "x"}]}, "missing_field"),
+        ({"role": "user", "content": []}, "invalid_value"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}, "unknown_field"),
+    ],
+)
+def test_every_refusal_of_a_message_has_a_code(message: dict[str, Any], code: str) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [message]}
+    with pytest.raises(RequestError) as refusal:
+        messages_to_turn(parse(MessagesRequest, body), LIMITS)
+    assert refusal.value.code == code
 
 
 # ---- who may ask ----------------------------------------------------------------------------------------------------
@@ -280,12 +300,20 @@ def test_dns_rebinding(host: str, served: str, allowed: bool) -> None:
         ("null", "POST", False),
         ("http://[bad", "POST", False),
         ("https://evil.example", "GET", True),
+        ("https://evil.example", "OPTIONS /live", True),
+        ("https://evil.example", "GET /live", False),
+        ("https://evil.example", "GET /live/stream", False),
+        ("https://evil.example", "HEAD /metrics", False),
+        ("https://app.example", "GET /metrics", True),
+        ("http://localhost:8080", "GET /live", True),
+        (None, "GET /metrics", True),
     ],
 )
 def test_other_sites_scripts(origin: str | None, method: str, allowed: bool) -> None:
+    method, _, path = method.partition(" ")
     headers = {"host": "localhost:8080"} | ({"origin": origin} if origin is not None else {})
     try:
-        check_origin(Headers(headers), method, KEYED)
+        check_origin(Headers(headers), method, path or "/v1/models", KEYED)
     except RequestError as error:
         assert not allowed and error.status == 403
     else:

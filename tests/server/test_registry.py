@@ -1,6 +1,9 @@
 """Several models in one budget: loaded when asked for, let go when idle or in the way, never more than the budget."""
 
 import asyncio
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,7 @@ import stoker
 from stoker.cli.serve import model_names
 from stoker.errors import BudgetError, Closing, OptionError
 from stoker.generate.price import Price, price
+from stoker.server import registry as registry_module
 from stoker.server.errors import RequestError
 from stoker.server.loading import Batching, loader
 from stoker.server.registry import Registry, Spec
@@ -76,6 +80,50 @@ def test_loaded_when_asked_for_and_let_go_when_idle(server: Server, demo_store: 
     assert server.log.count("let go") >= 2
 
 
+def refused_at_start(*arguments: object) -> str:
+    command = [sys.executable, "-m", "stoker", "serve", *map(str, arguments), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 3, ended.stderr
+    return ended.stderr
+
+
+def test_a_budget_that_nothing_fits_is_refused_at_the_start_and_the_least_one_works(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    twin = tmp_path / "twin"
+    twin.symlink_to(tiny_store)
+    alone = refused_at_start(tiny_store, "--keep-alive", 5, "--memory", "100MiB")
+    told = refused_at_start(tiny_store, twin, "--memory", "100MiB")
+    assert "too small for this model" in alone and "got:      100 MiB" in alone and "to do" in alone
+    least = re.search(r"at least (\d+) MiB", told)
+    assert least is not None, told
+    with Server(tiny_store, twin, "--memory", f"{least[1]}MiB") as server:
+        for name in (tiny_store.name, "twin") * 3:
+            answer = ask(server, name)
+            assert answer.status_code == 200, answer.text
+            metrics = http.get(f"{server.url}/metrics").text
+            granted = [float(found) for found in re.findall(r"^stoker_memory_budget_bytes\S* (\S+)$", metrics, re.M)]
+            assert len(granted) == 1 and granted[0] <= int(least[1]) * MIB
+        assert server.rss_bytes < int(least[1]) * MIB
+        assert server.log.count("let go") >= 5, "they take turns"
+
+
+def test_the_process_has_one_price_whatever_it_holds_now(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        registry, limits = registry_of(tiny_store, {"a": 600, "b": 600}, 1000)
+        held = registry.base_bytes
+        for grown_mib, rise_mib in ((0, 0), (100, 0), (200, 88)):  # beyond 64 for libraries and 48 of a reserve
+            now = held - registry_module.LIBRARIES_BYTES + grown_mib * MIB
+            monkeypatch.setattr(registry_module, "resident_bytes", lambda now=now: now)
+            assert registry.base_bytes == held + rise_mib * MIB
+            await registry.get("a" if registry.find("b").service is not None else "b")
+            await registry.let_go_idle(0)
+        assert limits == [registry.budget_bytes] * 3
+        await registry.close()
+
+    asyncio.run(scenario())
+
+
 def test_names() -> None:
     assert model_names(["models/a", "b/"], ["c=b", "d=models/a"]) == [("a", "d"), ("b", "c")]
     assert model_names(["a"], ["x", "y"]) == [("a", "x", "y")]
@@ -103,12 +151,12 @@ def registry_of(
     settings = Settings(load_wait_s=load_wait_s)
     load, limits = loader(settings, {"path": "exact"}, Batching(parallel=1, queue=1)), []
 
-    def load_within(spec: Spec, limit_bytes: int) -> Service:
+    def load_within(spec: Spec, limit_bytes: int, process_bytes: int | None) -> Service:
         limits.append(limit_bytes)
-        service = load(spec, 4 << 30)
+        service = load(spec, 4 << 30, process_bytes)
         assert spec.price is not None
         ledger = service.model.ledger()
-        fake = ledger | {"budget_bytes": psutil.Process().memory_info().rss + spec.price.full_bytes, "free_bytes": 0}
+        fake = ledger | {"budget_bytes": ledger["process_bytes"] + spec.price.full_bytes, "free_bytes": 0}
         service.model.ledger = lambda: fake  # type: ignore[method-assign]
         return service
 
@@ -145,7 +193,7 @@ def test_an_idle_model_makes_room_and_a_busy_one_does_not(tiny_store: Path) -> N
         with pytest.raises(BudgetError, match="too small for this model"):
             await registry.get("huge")
         assert registry.find("huge").error is not None and loaded(registry) == {"a"}
-        assert all(limit <= registry.budget_bytes + 200 * MIB for limit in limits)
+        assert all(limit <= registry.budget_bytes for limit in limits)
         await registry.close()
         assert loaded(registry) == set()
         with pytest.raises(Closing):

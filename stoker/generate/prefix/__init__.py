@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from stoker.errors import OptionError
 from stoker.generate.prefix.cache import PrefixCache
-from stoker.generate.prefix.disk import borrow
+from stoker.generate.prefix.disk import borrow, largest_file_bytes
 
-__all__ = ["PrefixCache", "open_prefix_cache", "why_not"]
+__all__ = ["PrefixCache", "check_size", "open_prefix_cache", "why_not"]
 
 DEFAULT_SIZE_BYTES = 8 << 30
 
@@ -31,6 +32,21 @@ def why_not(runtime: Any) -> str | None:
     if not runtime.budget.prefix_bytes:
         return "this model has no paged KV, and its budget has no memory for kept prefixes"
     return None
+
+
+def check_size(size_bytes: int, block_bytes: int, model: str) -> None:
+    """Raises OptionError where a directory of `size_bytes` could not hold one block of `model`."""
+    if block_bytes > largest_file_bytes(size_bytes):
+        least, block = _kib(2 * block_bytes), _kib(block_bytes)
+        raise OptionError(
+            "not one block of this model would be kept", where=f"--prefix-cache-size, for {model}",
+            expected=f"at least {least}: a file takes half of it at most, and a block {block}",
+            got=_kib(size_bytes), remedy="give more, or leave --prefix-cache away",
+        )  # fmt: skip
+
+
+def _kib(nbytes: int) -> str:
+    return f"{-(-nbytes // 1024)}KiB"
 
 
 def open_prefix_cache(

@@ -159,6 +159,7 @@ class PrefixCache:
         self._closed = True
         if self._directory is not None:
             self._directory.settle(10.0)
+            self._directory.abandon(self._fingerprint)
             give_back(self._directory)
         if self._readers is not None:
             self._readers.shutdown()

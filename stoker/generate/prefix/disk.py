@@ -69,6 +69,7 @@ class Directory:
         self._total_bytes = self._blocks = 0
         self._orders: deque[Order] = deque()
         self._busy = self._hurried = self._closed = False
+        self._model: bytes | None = None  # whose segment is being written
         self._writing = True  # until the disk is full
         self._scan()
         self._thread = threading.Thread(target=self._run, name="stoker-prefix-writer", daemon=True)
@@ -91,7 +92,7 @@ class Directory:
     def write(self, draft: Draft, done: Callable[[Segment | None], None]) -> bool:
         """Queue a segment. False where it will not be written: it is too large, or the disk is full."""
         with self._guard:
-            if self._closed or not self._writing or draft.file_bytes > self.size_bytes // 2:
+            if self._closed or not self._writing or draft.file_bytes > largest_file_bytes(self.size_bytes):
                 return False
             self._orders.append(Order(draft, done))
             self._guard.notify_all()
@@ -131,6 +132,16 @@ class Directory:
             there = self._guard.wait_for(lambda: len(self._orders) + self._busy <= orders, timeout_s)
             self._hurried = False
             return there
+
+    def abandon(self, fingerprint: bytes) -> None:
+        """Write nothing more of one model: the memory that its orders point to is about to go."""
+        with self._guard:
+            dropped = [order for order in self._orders if order.draft.fingerprint == fingerprint]
+            self._orders = deque(order for order in self._orders if order.draft.fingerprint != fingerprint)
+            self._guard.notify_all()
+            self._guard.wait_for(lambda: self._model != fingerprint)
+        for order in dropped:
+            order.done(None)
 
     @property
     def pending(self) -> int:
@@ -203,7 +214,7 @@ class Directory:
                 if not self._orders:
                     return
                 order = self._orders.popleft()
-                self._busy = True
+                self._busy, self._model = True, order.draft.fingerprint
             segment = None
             try:
                 segment = self._write(order.draft) if self._writing else None
@@ -212,7 +223,7 @@ class Directory:
                 log.exception("prefix cache: %s: nothing more is written until the next start", self.path)
             order.done(segment)
             with self._guard:
-                self._busy = False
+                self._busy, self._model = False, None
                 self._guard.notify_all()
 
     def _write(self, draft: Draft) -> Segment | None:
@@ -263,6 +274,11 @@ class Directory:
                 self.discard(oldest, None)
 
 
+def largest_file_bytes(size_bytes: int) -> int:
+    """What one file may have in a directory of that size: a second one must have room beside it."""
+    return size_bytes // 2
+
+
 def _unlink(file: Path) -> None:
     try:
         file.unlink(missing_ok=True)
@@ -292,7 +308,7 @@ def _lock(path: Path) -> int:
             "the directory of the prefix cache cannot be used",
             where=f"--prefix-cache {path}",
             expected="a directory that this user may write to, or a place where one can be made",
-            got=problem.strerror,
+            got="something that is not a directory" if isinstance(problem, FileExistsError) else problem.strerror,
             remedy="name another directory, or leave --prefix-cache away: prefixes are then kept in memory alone",
         ) from problem
     try:

@@ -141,7 +141,7 @@ def to_turn(asked: CountRequest, settings: Settings) -> Turn:
     if asked.messages[-1].role == "assistant":
         raise refused(
             f"messages[{len(asked.messages) - 1}]", "an answer that is begun by the client is not supported",
-            expected="a last message of the user",
+            expected="a last message of the user", code="unsupported_content",
         )  # fmt: skip
     tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(asked.tools or ()))
     choice = asked.tool_choice
@@ -184,7 +184,7 @@ def _template(asked: CountRequest) -> dict[str, Any]:
     if asked.thinking is None:
         return {} if effort is None else {"reasoning_effort": effort}
     if asked.thinking.type == "enabled" and asked.thinking.budget_tokens is None:
-        raise refused("thinking.budget_tokens", "this field is missing")
+        raise refused("thinking.budget_tokens", "this field is missing", code="missing_field")
     if asked.thinking.type != "enabled" and asked.thinking.budget_tokens is not None:
         raise refused("thinking.budget_tokens", f"it means nothing with type {asked.thinking.type}")
     return {"reasoning_effort": "none" if asked.thinking.type == "disabled" else effort or "medium"}
@@ -288,14 +288,14 @@ def _text(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if kind != "text":
         if not isinstance(kind, str):
-            raise refused(f"{where}.type", "this field is missing", expected="text")
+            raise refused(f"{where}.type", "this field is missing", code="missing_field", expected="text")
         raise RequestError(
             f"blocks of type {kind[:40]!r} are not supported here: this model reads text alone", field=where,
             code="unsupported_content", expected="type text",
         )  # fmt: skip
     _only(block, where, "text", "cache_control", "citations")
     if block.get("citations"):
-        raise refused(f"{where}.citations", "citations are not supported")
+        raise refused(f"{where}.citations", "citations are not supported", code="unsupported_content")
     return _string(block, "text", where)
 
 

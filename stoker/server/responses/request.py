@@ -150,7 +150,7 @@ def _format(asked: Format | None) -> JsonObject | JsonSchema | None:
     if asked.type == "json_object":
         return JsonObject()
     if asked.schema_ is None:
-        raise refused("text.format.schema", "this field is missing")
+        raise refused("text.format.schema", "this field is missing", code="missing_field")
     return JsonSchema(asked.schema_, asked.name or "response", asked.strict is not False)
 
 

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from stoker.errors import OptionError
+from stoker.generate.prefix import disk
 from stoker.generate.prefix.disk import Directory, borrow, give_back
 from stoker.generate.prefix.segments import SUFFIX, Damaged, Draft, Segment, checksum, read_segment, write_segment
 from stoker.generate.prefix.tree import child_digest, key_of
@@ -179,6 +181,28 @@ def test_models_of_one_process_share_a_directory(tmp_path: Path) -> None:
     give_back(two)
     with pytest.raises(OptionError, match="cannot be used"):
         borrow(tmp_path / "lock" / "below", 1 << 20)
+
+
+def test_nothing_of_a_model_is_written_after_it_was_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, written_of = threading.Event(), threading.Event(), []
+
+    def slowly(path: Path, given: Draft, between: Callable[[], None]) -> Segment:
+        begun.set()
+        assert go_on.wait(60)
+        written_of.append(given.fingerprint)
+        return write_segment(path, given, between)
+
+    monkeypatch.setattr(disk, "write_segment", slowly)
+    directory, told, other = Directory(tmp_path, 1 << 30), [], b"o" * 16
+    for of in (FINGERPRINT, FINGERPRINT, other):
+        directory.write(Draft(of, of, 0, draft(len(told)).blocks), told.append)
+    assert begun.wait(60)
+    threading.Timer(0.3, go_on.set).start()
+    directory.abandon(FINGERPRINT)
+    assert written_of[:1] == [FINGERPRINT], "what had begun is finished first"
+    assert directory.settle(60) and written_of == [FINGERPRINT, other]
+    assert len(told) == 3 and told.count(None) == 1
+    directory.close()
 
 
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
