@@ -1,6 +1,6 @@
 """What prerouting costs on a testbed, and what each stage of training gives back: the ablation, row by row.
 
-    python -m recipes.prerouter.run e32k4 [--only NAME] [--seeds 0] [--minutes 40]
+    python -m recipes.prerouter.run e32k4 [--only NAME] [--seeds 0] [--longer 10] [--minutes 40]
 
 Resumable: every stage of every row is a training run of its own under models/prerouter, which goes on where it was
 stopped; results.json is written after each row. Rows that share their first stages share those runs. All rows are
@@ -109,12 +109,15 @@ def rows(chosen: int, layers: int) -> Iterator[Row]:
 class Study:
     """One testbed: its two stores, its text, and what was measured so far."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, longer: int = 1) -> None:
+        """longer: every stage takes so many times the steps, in runs of their own."""
         self.name, self.threads = name, threads
+        self.steps = {stage: longer * count for stage, count in STEPS.items()}
         source = Path("recipes/testbed") / name
         identity = json.loads((source / "training.json").read_text())["weights_sha256"]
         self.identity: str = identity
-        self.directory = WORK / f"{name}-{identity[:12]}"
+        self.key = f"{name}-{identity[:12]}" + (f"-x{longer}" if longer > 1 else "")
+        self.directory = WORK / self.key
         self.stores = {bits: self._store(source, bits) for bits in (4, 16)}
         tokenizer = AutoTokenizer.from_pretrained(source)
         found = streams(tokenizer, "train", self.directory / "tokens")
@@ -141,7 +144,7 @@ class Study:
     def sft_text(self, seed: int) -> Answers | Windows:
         """What the full-precision model writes on from the corpus's beginnings; the same text for every row."""
         file = self.directory / "teacher.jsonl"
-        wanted = Writing(STEPS["sft"] * SEQUENCES, PROMPT, WIDTH - PROMPT)
+        wanted = Writing(self.steps["sft"] * SEQUENCES, PROMPT, WIDTH - PROMPT)
         Teacher(self.base(16)).write(file, self.text, wanted)
         return read_source([file], None, WIDTH, seed)
 
@@ -174,7 +177,7 @@ class Study:
             sequences=SEQUENCES, loss="set" if variant == "set" else "kl", train_heads=variant == "joint",
             answer_tokens=ANSWER, prompt_tokens=PROMPT, seed=row.seed,
         )  # fmt: skip
-        schedule = Schedule(STEPS[stage], RATES[stage], warmup=5, save_every=10)
+        schedule = Schedule(self.steps[stage], RATES[stage], warmup=5, save_every=10)
         run = Stage(place, schedule, options, {"stage": done[-1], "after": done[:-1]}, Workers())
         text = self.text.with_seed(row.seed)
         if stage == "heads":
@@ -211,16 +214,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1000, help="only the first ones")
     parser.add_argument("--seeds", default="0,1,2", help="only rows of these")
     parser.add_argument("--only", help="rows whose name contains this")
+    parser.add_argument("--longer", type=int, default=1, help="times the steps of every stage")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    started, study = time.monotonic(), Study(options.testbed, options.threads)
+    started, study = time.monotonic(), Study(options.testbed, options.threads, options.longer)
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    key = f"{options.testbed}-{study.identity[:12]}"
     about = {"testbed": options.testbed, "weights_sha256": study.identity, "width": WIDTH, "sequences": SEQUENCES}
-    about |= {"steps": STEPS, "rates": RATES, "lora": asdict(LORA), "test_windows": len(study.test)}
+    about |= {"steps": study.steps, "rates": RATES, "lora": asdict(LORA), "test_windows": len(study.test)}
     about |= {"base": open_store(study.stores[4]).fingerprint, "provenance": provenance()}
-    entry = results.setdefault(key, about | {"rows": {}})
+    entry = results.setdefault(study.key, about | {"rows": {}})
     for name, row in entry["rows"].items():
         study.losses[name] = np.array(row["losses"])
     config = json.loads((Path("recipes/testbed") / options.testbed / "config.json").read_text())
