@@ -143,3 +143,6 @@ def test_trace_summary(tmp_path: Path) -> None:
     assert figures["decode"]["stall_ms_per_token"] == pytest.approx(0.5)
     shown = runner.invoke(app, ["trace", "summary", str(tmp_path / "t")], env={"COLUMNS": "200"}).stdout
     assert "1,024.0 MiB" in shown and "n too small" in shown and "not enough data" in shown
+    lines = shown.splitlines()
+    assert lines[0].startswith("decode.steps") and "50.0%" in shown  # the figures first, what ran last
+    assert any(line.startswith("about.model") for line in lines[-3:]) and "not set" not in shown
