@@ -214,13 +214,15 @@ def _percent(value: float) -> str:
 
 
 def _distinct(ledgers: Mapping[str, Figures]) -> dict[str, Figures]:
-    """One entry for variants that share a ledger."""
-    found: dict[str, Figures] = {}
-    for ledger in ledgers.values():
-        name = parts.gibibytes(ledger["budget_bytes"])
-        if all(ledger["slots"] != other["slots"] for other in found.values()):
-            found[name if name not in found else f"{name} ({len(found) + 1})"] = ledger
-    return found
+    """One entry for variants that share a ledger, by the first one's name and how many others there are."""
+    shared: list[tuple[list[str], Figures]] = []
+    for variant, ledger in ledgers.items():
+        same = next((names for names, other in shared if other["slots"] == ledger["slots"]), None)
+        if same is None:
+            shared.append(([variant], ledger))
+        else:
+            same.append(variant)
+    return {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): ledger for names, ledger in shared}
 
 
 def _provenance(view: BenchView) -> str:
