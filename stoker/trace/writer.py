@@ -29,6 +29,7 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 ROUTES_PER_PART = 1 << 17
 ROW_INTEGERS_PER_PART = 1 << 16  # what has gathered is written again with each save: parts are small
 SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
+LONGEST_SAVE_S = 5.0  # closing waits no longer: while the interpreter ends, the thread may never run again
 IDLE_S = 1.0  # without a step for so long, what waits is saved too
 HELD_COLUMNS = ("step", "pool", "layer", "hits", "misses", "wait_ns", "time_ns")
 ROWS_HELD = 1 << 9  # rows, and tokens of routes, that wait to be packed between steps: later, and they leave the caches
@@ -204,7 +205,7 @@ class _IdleSaver:
     def stop(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LONGEST_SAVE_S)
 
     def _watch(self) -> None:
         seen = 0
