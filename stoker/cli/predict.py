@@ -65,11 +65,10 @@ def predict(
     from stoker.bench.budgets import Divider
     from stoker.bench.outlook import overall, rows, simple_figures
     from stoker.bench.shapes import shape_of
-    from stoker.plan.replay import check_policy
     from stoker.store.headers import open_headers
 
     budgets = [_budget(size) for size in memory or []]
-    check_policy(policy)
+    _check_policy(policy)
     headers = open_headers(model)
     context = _context(ctx_size, headers)
     machine = machine_profile(profile, headers, threads)
@@ -125,6 +124,21 @@ def assumptions(shape: "ModelShape", routing: str | None, policy: str, prompt: i
     if routing is not None:
         typical = worst = best = routing_for(routing, shape)
     return Assumptions(typical, worst, best, policy=policy, prompt_tokens=prompt)
+
+
+def _check_policy(policy: str) -> None:
+    """Refused by name whatever routing is assumed; those that know the future are the simulator's alone."""
+    from stoker.residency.policies import POLICIES, make_policy
+
+    known = [name for name in POLICIES if name != "static"]
+    base = policy.partition(":")[0]
+    if base not in known:
+        remedy = "`stoker simulate` replays it" if base in ("min", "static") else None
+        raise OptionError("unknown policy", where="--policy", expected=", ".join(known), got=policy, remedy=remedy)
+    try:
+        make_policy(policy, 8)
+    except OptionError as error:
+        raise OptionError(error.what, where="--policy", expected=error.expected, got=policy) from error
 
 
 def _budget(size: str) -> int:

@@ -227,6 +227,8 @@ def test_the_printed_forecast_says_what_it_assumes(twins: tuple[Path, Path], pro
     ("arguments", "told"),
     [
         (("--policy", "foo"), "--policy: unknown policy"),
+        (("--policy", "min"), "`stoker simulate` replays it"),
+        (("--policy", "lru:4"), "--policy: an argument"),
         (("--policy", "foo", "--routing", "uniform"), "--policy: unknown policy"),
         (("--ctx-size", "10000000"), "--ctx-size: longer"),
         (("--routing", "synthetic:general:600"), "--routing synthetic:general:600: routes of another"),
