@@ -4,9 +4,11 @@ Uses the engine's own arithmetic (runtime.ledger, runtime.plan), so that a forec
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from stoker.errors import BudgetError
 from stoker.plan.sizes import ModelShape
 from stoker.runtime.ledger import Ledger, Needs, PoolNeed, floor_bytes, plan_memory
 from stoker.runtime.plan import CHUNKS, _chunk, scratch_bytes
@@ -17,6 +19,7 @@ KV_BLOCK_TOKENS = 64
 LADDER_GIB = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 ROWS = 6
 TOKENIZER_BYTES = 450  # of the process, for each entry of the vocabulary
+PROCESS_MARGIN = 32 * MIB  # a process may start so much larger than the probe's did: a budget that is named has to work
 
 
 class Divider:
@@ -62,13 +65,20 @@ class Divider:
         )
 
     def divide(self, budget: int) -> Ledger:
-        """Raises BudgetError below the floor, with the floor."""
-        return plan_memory(budget, self.needs(), scratch_bytes=self._chunk(budget)[1])
+        """Raises BudgetError where the budget does not suffice, with the smallest that surely does."""
+        try:
+            return plan_memory(budget, self.needs(), scratch_bytes=self._chunk(budget)[1])
+        except BudgetError:
+            return plan_memory(budget, self._careful_needs())
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest budget that works."""
-        return floor_bytes(self.needs())
+        """The smallest budget that surely works: one that is a little smaller may, if the process starts small."""
+        return floor_bytes(self._careful_needs())
+
+    def _careful_needs(self) -> Needs:
+        needs = self.needs()
+        return replace(needs, process_bytes=needs.process_bytes + PROCESS_MARGIN)
 
     @property
     def whole_bytes(self) -> int:

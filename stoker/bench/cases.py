@@ -125,6 +125,8 @@ def given_sessions(file: Path, warmup: int, vocabulary: int, *, preload: bool = 
 
     Raises OptionError where the file is not of that form or an id lies outside the vocabulary.
     """
+    if not file.is_file():
+        raise OptionError("there is no such file", where="--ids", got=str(file))
     try:
         plain = json.loads(file.read_text())
         prompt, decode = tuple(plain["prompt"]), tuple(plain["decode"])

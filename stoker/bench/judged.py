@@ -12,7 +12,7 @@ from typing import Any
 from stoker.bench.results import read_result
 from stoker.plan.evidence import Evidence, of_result, of_trace
 from stoker.plan.explain import Explanation, explain
-from stoker.plan.profile import cached
+from stoker.plan.profile import Costs, cached
 from stoker.runtime.budget import default_threads
 from stoker.trace.reader import Trace
 
@@ -41,4 +41,14 @@ def on_this_machine(evidence: Evidence, model: str | None, threads: int | None) 
     return evidence.on(
         device_bytes_s=profile.sustained_bytes_s(evidence.record_bytes) if evidence.record_bytes else None,
         memory_bytes_s=profile.kernels.matvec_bytes_s,
+        overhead_ms=expected_overhead_ms(evidence, profile.costs),
     )
+
+
+def expected_overhead_ms(evidence: Evidence, costs: Costs) -> float | None:
+    """What a step costs on this machine beside arithmetic and reads, by its profile."""
+    if evidence.layers is None or evidence.misses is None:
+        return None
+    waits = min(evidence.misses, evidence.layers)
+    a_layer = costs.layer_ms + costs.keep_ms
+    return costs.step_ms + evidence.layers * a_layer + evidence.misses * costs.miss_ms + waits * costs.wait_ms

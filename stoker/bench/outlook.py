@@ -115,7 +115,8 @@ def verdict(token: TokenForecast, ledger: Ledger) -> str:
         return f"{feel}; everything is in memory, arithmetic and memory bandwidth decide"
     if waiting > 0.5:
         return f"{feel}; {waiting:.0%} of the time is waiting for the disk"
-    return f"{feel}; {ledger.resident_share:.0%} of the experts in memory suffice for {1 - waiting:.0%} computing"
+    kept = f"with {ledger.resident_share:.0%} of the experts in memory"
+    return f"{feel}; {waiting:.0%} of the time is waiting for the disk, {kept}"
 
 
 def overall(found: Sequence[Row], memory_bytes: int) -> str:
@@ -130,6 +131,8 @@ def overall(found: Sequence[Row], memory_bytes: int) -> str:
     readable = next((one for one in fitting if one.token and one.token.tokens_s >= READABLE_TOKENS_S), None)
     assert best.token is not None
     told = f"at best {best.token.tokens_s:.1f} tok/s, with {best.budget_bytes / 2**30:.3g} GiB"
+    if len(fitting) < len(running):
+        told += f" of this machine's {memory_bytes / 2**30:.1f} GiB"
     if readable is None:
         return f"it runs, {told}: {verdict_word(best.token.tokens_s)}"
     if readable is best:

@@ -68,7 +68,7 @@ def build(request: Request) -> tuple[Plan, dict[str, Any]]:
     limit = budget.resolve(request.memory)
     sessions = _sessions(request, int(store_config["vocab_size"]))
     ctx_size = _ctx_size(request, sessions, store_config.get("max_position_embeddings"))
-    _check_routes(request, about, store_config)
+    _check_routes(request, about, sessions)
     base = {
         "memory": request.memory,
         "path": request.path,
@@ -81,7 +81,7 @@ def build(request: Request) -> tuple[Plan, dict[str, Any]]:
     given = (("prefetch", request.prefetch), ("routing", request.routing), ("adapter", request.adapter))
     base |= {name: value for name, value in given if value is not None}
     variants: tuple[Variant, ...] = stoker_variants(request.model, base, request.vs_paths, request.vs_policies)
-    _check_names(variants)
+    _check_names(request, variants)
     if request.peer is not None:
         variants += (peer_variant(request.peer, mmap=not request.peer_in_memory),)
     plan = Plan(
@@ -148,7 +148,7 @@ def _ctx_size(request: Request, sessions: tuple[Session, ...], longest: int | No
     return size
 
 
-def _check_routes(request: Request, about: dict[str, Any], config: dict[str, Any]) -> None:
+def _check_routes(request: Request, about: dict[str, Any], sessions: tuple[Session, ...]) -> None:
     if request.routes is None:
         return
     from stoker.routing.replay import RouteReplay
@@ -159,18 +159,29 @@ def _check_routes(request: Request, about: dict[str, Any], config: dict[str, Any
     about["routes"] = {
         "file": str(request.routes),
         "tokens": replay.tokens,
+        "repeated": max(1.0, max(session.tokens for session in sessions) / replay.tokens),
         "weights": replay.weights,
         "look_ahead_recall": replay.look_ahead_recall,
     }
 
 
-def _check_names(variants: tuple[Variant, ...]) -> None:
-    """Paths and policies are refused by name before the first variant runs, not when their turn comes."""
+def _check_names(request: Request, variants: tuple[Variant, ...]) -> None:
+    """Paths, policies and routing are refused by name before the first variant runs, not when their turn comes."""
     from stoker.residency.policies import make_policy
+    from stoker.runtime.modes import MODES
     from stoker.runtime.plan import Options
 
+    if request.routing is not None and request.routing not in MODES:
+        raise OptionError("unknown routing mode", where="--routing", expected=", ".join(MODES), got=request.routing)
     for variant in variants:
-        Options(**variant.options)
+        try:
+            Options(**variant.options)
+        except OptionError as error:
+            if variant.options["path"] in request.vs_paths and variant.options["path"] != request.path:
+                raise OptionError(
+                    error.what, where="--vs-path", expected=error.expected, got=error.got, remedy=error.remedy
+                ) from error
+            raise
         if variant.options["policy"] != "static":
             make_policy(variant.options["policy"], 8)
 
@@ -199,6 +210,12 @@ def _refuse_without_effect(request: Request) -> None:
             "--route-weights",
             "has no effect without --routes",
             "add --routes TRACE",
+        ),
+        (
+            request.read_ahead_kib is not None and not request.peer and not request.buffered,
+            "--read-ahead",
+            "has no effect on direct reads",
+            "add --vs or --buffered",
         ),
         (request.ids and {"prompt", "decode", "seed"} & given, "--ids", "the ids say how many there are", ""),
         (

@@ -45,16 +45,22 @@ def tune(
     start: Choice,
     candidates: Sequence[tuple[str, Choice]],
     say: Callable[[str], None] = lambda line: None,
+    planned: Choice | None = None,
 ) -> tuple[Choice, list[Trial]]:
-    """The choice that won, and every trial. Stops in time: a block is begun only when one more fits."""
+    """The choice that won, and every trial. Stops in time: a block is begun only when one more fits.
+
+    planned: what the candidates are changes of, where `start` is something else (what an earlier tune kept).
+    """
     clock = _Clock(request.seconds)
     bench = _Bench(request, clock)
     best, trials = start, []
     for change, candidate in candidates:
+        proposed = _applied(best, planned or start, candidate)
+        if proposed == best:
+            continue
         if not clock.has_room(2):
             say(f"{change}: not tried, the time is up")
             continue
-        proposed = _applied(best, start, candidate)
         try:
             before, after = bench.pairs(best, proposed)
         except StokerError as error:
@@ -72,7 +78,9 @@ def tune(
 
 
 def _applied(best: Choice, start: Choice, candidate: Choice) -> Choice:
-    """The candidate's difference from where the plan began, on top of what has won since."""
+    """The candidate's difference from where the plan began, on top of what has won since; the plan itself whole."""
+    if candidate == start:
+        return candidate
     changed = {
         name: getattr(candidate, name)
         for name in ("path", "policy", "depth", "direct", "prefetch", "prefill_chunk", "slots")

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from stoker.trace.measures import percentile
+
 Figures = dict[str, Any]
 
 
@@ -77,7 +79,7 @@ def summarise(
     prefill_s: float, prompt_tokens: int, steps_s: list[float], prefilled: dict[str, int], decoded: dict[str, int]
 ) -> Figures:
     """The figures of one session from its times and the counters that each phase added."""
-    ordered, tokens = sorted(steps_s), len(steps_s)
+    tokens, middle_s = len(steps_s), percentile(steps_s, 0.5)
     figures: Figures = {
         "prefill_tokens": prompt_tokens,
         "prefill_s": prefill_s,
@@ -85,7 +87,7 @@ def summarise(
         "prefill_bytes": prefilled["read_bytes"],
         "decode_tokens": tokens,
         "decode_tok_s": tokens / sum(steps_s) if tokens else None,
-        "decode_ms_median": ordered[tokens // 2] * 1e3 if tokens else None,
+        "decode_ms_median": None if middle_s is None else middle_s * 1e3,
         "decode_bytes_per_token": decoded["read_bytes"] / tokens if tokens else None,
     }
     if "hits" in decoded:

@@ -237,5 +237,8 @@ def footnotes(result: dict[str, Any]) -> list[str]:
     if cold:
         lines.insert(0, "cold by " + ", ".join(sorted(cold)))
     if "routes" in result["model"]:
-        lines.append(f"routes of {result['model']['routes']['file']}: speed is real, the output means nothing")
+        routes = result["model"]["routes"]
+        lines.append(f"routes of {routes['file']}: speed is real, the output means nothing")
+        if routes.get("repeated", 1) > 1:
+            lines.append(f"its {routes['tokens']} tokens are repeated {routes['repeated']:.1f} times in a session")
     return lines + [f"note: {line}" for line in result["notes"]]

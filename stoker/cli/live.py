@@ -74,6 +74,9 @@ class Region:
         self._terminal.flush()
 
 
+LEAST_BAR = 10  # columns: below it the words beside the bar give way
+
+
 class Live:
     """Watches one run of a model. Use as a context manager around the streaming.
 
@@ -131,33 +134,47 @@ def render(
     rates: Rates, ledger: Mapping[str, Any], rss_bytes: int, columns: int, prompt: tuple[int, int] | None = None
 ) -> list[str]:
     """The two lines as terminal text, at most `columns` wide: speed, and memory by use."""
-    return [_ansi(line, columns) for line in (_speed(rates, prompt), _memory(ledger, rss_bytes, columns))]
+    return [_ansi(line, columns) for line in (_speed(rates, prompt, columns), _memory(ledger, rss_bytes, columns))]
 
 
-def _speed(rates: Rates, prompt: tuple[int, int] | None) -> Text:
+def _speed(rates: Rates, prompt: tuple[int, int] | None, columns: int) -> Text:
+    """As many whole fields as fit: half a number would be another number."""
     from rich.text import Text
 
     line = Text()
+    for field in _fields(rates, prompt):
+        if line and len(line) + len(field) > columns:
+            break
+        line.append(field)
+    return line
+
+
+def _fields(rates: Rates, prompt: tuple[int, int] | None) -> Iterator[Text]:
+    from rich.text import Text
+
     if prompt is not None:
-        line.append(f"prompt {prompt[0]}/{prompt[1]}", "bold")
+        yield Text(f"prompt {prompt[0]}/{prompt[1]}", "bold")
     else:
-        line.append("-" if rates.tok_s is None else f"{rates.tok_s:.2f}", "bold").append(" tok/s")
+        yield Text.assemble(("-" if rates.tok_s is None else f"{rates.tok_s:.2f}", "bold"), " tok/s")
     stall = rates.stall
-    line.append("  stall ").append("-" if stall is None else f"{stall:.0%}", "red" if (stall or 0) > 0.5 else "bold")
-    line.append("  hits ").append("-" if rates.hit_rate is None else f"{rates.hit_rate:.1%}", "bold")
-    line.append("  read ").append("-" if rates.read_bytes_s is None else f"{rates.read_bytes_s / 1e6:,.0f}", "bold")
-    line.append(" MB/s")
+    red = "red" if (stall or 0) > 0.5 else "bold"
+    yield Text.assemble("  stall ", ("-" if stall is None else f"{stall:.0%}", red))
+    yield Text.assemble("  hits ", ("-" if rates.hit_rate is None else f"{rates.hit_rate:.1%}", "bold"))
+    read = "-" if rates.read_bytes_s is None else f"{rates.read_bytes_s / 1e6:,.0f}"
+    yield Text.assemble("  read ", (read, "bold"), " MB/s")
     if prompt is None and rates.bytes_per_token is not None:
-        line.append(f", {rates.bytes_per_token / 1e6:,.1f} MB/token")
-    return line.append(f"  {rates.decoded} tokens", "dim")
+        yield Text(f", {rates.bytes_per_token / 1e6:,.1f} MB/token")
+    yield Text(f"  {rates.decoded} tokens", "dim")
 
 
 def _memory(ledger: Mapping[str, Any], rss_bytes: int, columns: int) -> Text:
     """A bar of the budget by use, named where the part is wide enough, and what is resident now."""
     from rich.text import Text
 
-    tail = f" {rss_bytes / 2**30:.2f} of {ledger['budget_bytes'] / 2**30:.2f} GiB resident"
-    width = max(10, columns - len(tail) - 1)
+    resident = f" {rss_bytes / 2**30:.2f}"
+    tails = (f"{resident} of {ledger['budget_bytes'] / 2**30:.2f} GiB resident", f"{resident} GiB", "")
+    tail = next((one for one in tails if columns - len(one) - 1 >= LEAST_BAR), "")
+    width = max(1, columns - len(tail) - 1)
     line, at, spent = Text(), 0, 0
     for key, name, colour in LEDGER:
         spent += int(ledger[key])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.errors import OptionError
+
 if TYPE_CHECKING:
     from stoker.bench.outlook import Assumptions, Row
     from stoker.plan.profile import Profile
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from stoker.store.headers import Headers
 
 GIB = 1 << 30
+DEFAULT_CTX_TOKENS = 4096
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +34,8 @@ def predict(
         ),
     ],
     memory: Annotated[
-        list[str] | None, typer.Option("--memory", metavar="SIZE", help="Budget; may be repeated (default: a ladder).")
+        list[str] | None,
+        typer.Option("--memory", metavar="SIZE", help="Budget, or auto; may be repeated (default: a ladder)."),
     ] = None,
     routing: Annotated[
         str | None,
@@ -39,7 +43,15 @@ def predict(
     ] = None,
     policy: Annotated[str, typer.Option(help="lru, lfru, decayed-lfu:64, s3-fifo.")] = "lru",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt for the time to the first token.")] = 512,
-    ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", min=1, help="Tokens of context to hold.")] = 4096,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx-size",
+            "-c",
+            min=1,
+            help="Tokens of context to hold (default: 4096, or the model's length where that is shorter).",
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option("--threads", "-t", min=1, help="Default: physical cores.")] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Another machine's profile (`stoker probe --json`).")
@@ -53,20 +65,19 @@ def predict(
     from stoker.bench.budgets import Divider
     from stoker.bench.outlook import overall, rows, simple_figures
     from stoker.bench.shapes import shape_of
-    from stoker.runtime.budget import parse_bytes
     from stoker.store.headers import open_headers
 
-    budgets = [parse_bytes(size) for size in memory or []]
+    budgets = [_budget(size) for size in memory or []]
+    _check_policy(policy)
     headers = open_headers(model)
+    context = _context(ctx_size, headers)
     machine = machine_profile(profile, headers, threads)
     report: dict[str, Any] = {"model": model, "kind": headers.kind, "published_bytes": headers.published_bytes}
     report["fetched_bytes"] = headers.fetched_bytes
     lines = [_headline(headers)]
     for label, manifest in headers.manifests.items():
         shape = shape_of(headers.config, manifest, model)
-        divider = Divider(
-            headers.config, manifest, shape, machine.costs.process_bytes, min(ctx_size, _longest(headers))
-        )
+        divider = Divider(headers.config, manifest, shape, machine.costs.process_bytes, context)
         assumed = assumptions(shape, routing, policy, prompt)
         found = rows(shape, machine, divider, budgets or divider.ladder(), assumed)
         said = overall(found, machine.memory_bytes)
@@ -81,7 +92,7 @@ def predict(
         lines += [
             "",
             *_format_lines(label, shape, divider.floor_bytes, divider.whole_bytes),
-            *_table(found),
+            *_table(found, machine.memory_bytes),
             f"  {said}",
         ]
         if simple:
@@ -107,12 +118,43 @@ def machine_profile(file: Path | None, headers: "Headers", threads: int | None) 
 def assumptions(shape: "ModelShape", routing: str | None, policy: str, prompt: int) -> "Assumptions":
     """What is assumed of routing: as named, or by the model's form, with the band that goes with it."""
     from stoker.bench.outlook import Assumptions
-    from stoker.plan.forecast_routing import assumed, routing_named
+    from stoker.plan.forecast_routing import assumed, routing_for
 
     typical, worst, best = assumed(shape.experts)
     if routing is not None:
-        typical = worst = best = routing_named(routing)
+        typical = worst = best = routing_for(routing, shape)
     return Assumptions(typical, worst, best, policy=policy, prompt_tokens=prompt)
+
+
+def _check_policy(policy: str) -> None:
+    """Refused by name whatever routing is assumed; those that know the future are the simulator's alone."""
+    from stoker.residency.policies import POLICIES, make_policy
+
+    known = [name for name in POLICIES if name != "static"]
+    base = policy.partition(":")[0]
+    if base not in known:
+        remedy = "`stoker simulate` replays it" if base in ("min", "static") else None
+        raise OptionError("unknown policy", where="--policy", expected=", ".join(known), got=policy, remedy=remedy)
+    try:
+        make_policy(policy, 8)
+    except OptionError as error:
+        raise OptionError(error.what, where="--policy", expected=error.expected, got=policy) from error
+
+
+def _budget(size: str) -> int:
+    """`auto` is what this machine would give; other sizes may be another machine's, and are not held to its limits."""
+    from stoker.runtime.budget import auto_budget, parse_bytes
+
+    return auto_budget() if size.strip().lower() == "auto" else parse_bytes(size)
+
+
+def _context(asked: int | None, headers: "Headers") -> int:
+    longest = _longest(headers)
+    if asked is not None and asked > longest:
+        raise OptionError(
+            "longer than the model's context", where="--ctx-size", expected=f"at most {longest}", got=asked
+        )
+    return asked or min(DEFAULT_CTX_TOKENS, longest)
 
 
 def _longest(headers: "Headers") -> int:
@@ -151,7 +193,7 @@ def _format_lines(label: str, shape: "ModelShape", floor_bytes: int, whole_bytes
     ]
 
 
-def _table(found: "list[Row]") -> list[str]:
+def _table(found: "list[Row]", memory_bytes: int) -> list[str]:
     lines = ["  memory      experts in memory  hits   reads a token   tok/s (band)         first token (band)"]
     for one in found:
         size = f"{one.budget_bytes / GIB:.2f}".rstrip("0").rstrip(".") + " GiB"
@@ -159,12 +201,19 @@ def _table(found: "list[Row]") -> list[str]:
             lines.append(f"  {size:<10}  {one.refused}")
             continue
         slots = f"{sum(one.ledger.slots) / len(one.ledger.slots):.0f} a layer, {one.ledger.resident_share:.0%}"
-        speed = f"{one.token.tokens_s:.2f} ({one.low_tokens_s:.2f} to {one.high_tokens_s:.2f})"
-        first = f"{one.prompt.total_s:.1f} s ({one.low_prompt_s:.1f} to {one.high_prompt_s:.1f})"
+        speed = _banded(one.token.tokens_s, one.low_tokens_s, one.high_tokens_s)
+        first = _banded(one.prompt.total_s, one.low_prompt_s, one.high_prompt_s, " s")
         reads = f"{one.token.read_bytes / 1e6:.0f} MB"
         lines.append(f"  {size:<10}  {slots:<17}  {one.token.hit_rate:4.0%}   {reads:<13}   {speed:<19}  {first}")
-        lines.append(f"              {one.verdict}")
+        beyond = f"; more than this machine's {memory_bytes / GIB:.1f} GiB" if one.budget_bytes > memory_bytes else ""
+        lines.append(f"              {one.verdict}{beyond}")
     return lines
+
+
+def _banded(value: float, low: float, high: float, unit: str = "") -> str:
+    """A forecast and its band to about three digits; no band where it has no width."""
+    shown, least, most = (f"{one:.{2 if one < 10 else 1 if one < 100 else 0}f}" for one in (value, low, high))
+    return f"{shown}{unit}" if least == most else f"{shown}{unit} ({least} to {most})"
 
 
 def _simple_lines(naive: dict[str, dict[str, float]]) -> list[str]:

@@ -51,6 +51,8 @@ def profile_for(place: Path, threads: int | None, *, force: bool = False) -> "tu
     from stoker.bench.probe import measure
     from stoker.cli.common import note
 
+    if not force:
+        note("no profile of this machine yet: measuring it once, about half a minute")
     found = measure(place, count, progress=lambda what: note(f"measuring {what} ..."))
     return found, profiles.save(found)
 

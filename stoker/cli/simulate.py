@@ -1,6 +1,7 @@
 """`stoker simulate`: replay routes through caches, with or without time. Owns options and tables, computes nothing."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,15 @@ _SHOWN = {
     "gap_recovered": "gap",
 }  # fmt: skip
 _SHARES = ("hit_rate", "full_event_hit_rate", "misses_above_floor", "gap_recovered")
+_WORDS = {
+    "m": "experts a layer in the roster",
+    "mean": "share of the choices after the prefix that lie in the roster, over all layers",
+    "worst": "the same in the layer that it covers least",
+    "loads_per_token": "experts read to fill the rosters, spread over the tokens of a window",
+    "mean_with_equal_m": "what rosters of the same size in each layer would cover",
+    "warm_up_tokens": "replayed first and not counted",
+}
+FILE_WIDTH = 400  # columns of a table that goes to no terminal: nothing is cut
 _TIME = "With time (needs --record-ms)"
 _ROSTER = "Roster coverage instead of caches"
 
@@ -47,10 +57,14 @@ def simulate(
         bool, typer.Option("--greedy", help="Deal slots (or roster places) out by the first half; judge on the second.")
     ] = False,
     warm_up: Annotated[
-        int | None, typer.Option(help="Tokens that are replayed and not counted (default: a tenth; with time, 200).")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Tokens that are replayed and not counted (default: a tenth; with time, 200 or a fifth).",
+        ),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Replay only so many tokens (default: all; with time, 1400).")
+        int | None, typer.Option(min=1, help="Replay only so many tokens (default: all; with time, 1400).")
     ] = None,
     record_ms: Annotated[
         float | None, typer.Option(help="Time to read one expert on one lane: turns time on.", rich_help_panel=_TIME)
@@ -128,7 +142,9 @@ def _with_progress(cells: list[Any], workers: int, quiet: bool) -> list[dict[str
     from stoker.plan.sweep import sweep
 
     columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal  # without one it would leave an empty line
+    with Progress(*columns, console=console, disable=quiet, transient=True) as progress:
         task = progress.add_task("", total=len(cells))
         return sweep(cells, workers, lambda count: progress.update(task, completed=count))
 
@@ -178,8 +194,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
     from stoker.cli.trace import shown
 
     flat = [_flat(row) for row in rows]
-    names = [name for name in flat[0] if any(row.get(name) is not None for row in flat)]
-    cells = [["-" if row.get(name) is None else shown(name, row[name]) for name in names] for row in flat]
+    names = [name for name in flat[0] if _has_say(name) or any(row.get(name) is not None for row in flat)]
+    cells = [[_cell(name, row.get(name), shown) for name in names] for row in flat]
     titles = [name.replace("_", " ") for name in names]
     if len(names) > WIDE:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -191,7 +207,25 @@ def _table(rows: list[dict[str, Any]]) -> None:
             table.add_column(title, justify="left" if isinstance(flat[0][name], str) else "right")
         for line in cells:
             table.add_row(*line)
-    Console(soft_wrap=True).print(table)
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
+    console.print(table)
+    for words in _legend(names):
+        console.print(words, style="dim", highlight=False, markup=False)
+
+
+def _has_say(name: str) -> bool:
+    """Whether a figure is shown although no row has it: that n is too small is an answer."""
+    return name.endswith(("p95", "p99"))
+
+
+def _cell(name: str, value: Any, shown: Any) -> str:
+    return "-" if value is None and not _has_say(name) else shown(name, value)
+
+
+def _legend(names: Sequence[str]) -> list[str]:
+    return [f"{name.replace('_', ' ')}: {words}" for name, words in _WORDS.items() if name in names]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+_TOLD = (
+    "model", "stoker", "command", "memory", "path", "policy", "threads", "ctx_size", "parallel", "direct", "routing",
+)  # fmt: skip
+_SHARES = ("_rate", "_ratio", "_efficiency", "waste_of_all_reads")  # the names that end so are shares
+
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(name="trace", help="Look at a recorded run (`--trace FILE`).", no_args_is_help=True)
@@ -35,9 +40,28 @@ def _print(figures: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    for name, value in _rows(figures):
+    for name, value in _rows(_most_asked_first(figures)):
         table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    for name, value in _what_ran(figures["about"]):
+        table.add_row(name, value)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print("--json has all that is known of the run", style="dim", highlight=False)
+
+
+def _most_asked_first(figures: dict[str, Any]) -> dict[str, Any]:
+    """Decoding's speed, hits and stall before everything else; without `about`, which _what_ran shortens."""
+    order = ("decode", "mixed", "prefill")
+    return {name: figures[name] for name in order if name in figures} | {
+        name: value for name, value in figures.items() if name not in (*order, "about")
+    }
+
+
+def _what_ran(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """The few lines of `about` that tell runs apart, and the division of memory."""
+    chosen = {name: about[name] for name in _TOLD if about.get(name) is not None}
+    sizes = {name: size for name, size in (about.get("ledger") or {}).items() if name.endswith("_bytes") and size}
+    return _rows({"about": chosen | ({"ledger": sizes} if sizes else {})})
 
 
 def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -52,13 +76,13 @@ def _rows(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def shown(name: str, value: Any) -> str:
-    """A figure for people: sizes in MiB, numbers to four digits."""
-    if value is None and name.startswith("about."):
-        return "not set"
+    """A figure for people: sizes in MiB, shares in percent, numbers to four digits."""
     if value is None:
         return "n too small" if name.endswith(("p95", "p99")) else "not enough data"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if "bytes" in name:
         return f"{value / 2**20:,.1f} MiB" + ("/s" if name.endswith("_s") else "")
+    if isinstance(value, float) and name.endswith(_SHARES):
+        return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else f"{value if abs(value) > 1e-9 else 0:,.4g}"

@@ -1,14 +1,19 @@
 """`stoker tune MODEL`: verify the plan live, keep what wins, remember it for `auto`. Owns options and printing."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stoker.cli import common
-from stoker.cli.plan import Routes, situation_for
+from stoker.cli.plan import Routes, choices_of, situation_for, told
+
+if TYPE_CHECKING:
+    from stoker.plan.planner import Choice
+    from stoker.plan.tuner import Trial
 
 
 def register(app: typer.Typer) -> None:
@@ -29,29 +34,41 @@ def tune(
     from stoker.bench.tune import Request
     from stoker.bench.tune import tune as run
     from stoker.plan.planner import plan as choose
-    from stoker.plan.profile import machine_key
-    from stoker.plan.tuner import choices_path, remember
-    from stoker.runtime.budget import default_threads
+    from stoker.plan.tuner import recall, remember
     from stoker.store.reader import open_store
 
     situation, budget = situation_for(model, memory, routes, threads, ctx_size)
     found = choose(situation)
+    path = choices_of(Path(model), threads)
+    kept = recall(path, budget)
     file = routes if routes and Path(routes).exists() else None
-    store = open_store(Path(model))
-    context = ctx_size or min(4096, _longest(store.config))
+    context = ctx_size or min(4096, _longest(open_store(Path(model)).config))
     request = Request(Path(model), budget, threads, context, seconds, file)
-    choice, trials = run(request, found.choice, found.candidates, say=common.note)
-    machine = machine_key(Path(model), threads or default_threads())
-    path = choices_path(store.fingerprint, machine)
-    remember(path, budget, choice, trials)
+    if kept is not None:
+        common.note(f"begins with what was remembered: {told(kept)}")
+    candidates = [*found.candidates, *([("the plan as it is", found.choice)] if found.candidates else [])]
+    choice, trials = run(request, kept or found.choice, candidates, common.note, planned=found.choice)
+    if trials:  # where nothing was decided, an earlier decision stands
+        remember(path, budget, choice, trials)
     if as_json:
         print(json.dumps({"choice": asdict(choice), "trials": [asdict(trial) for trial in trials]}, indent=1))
         return
+    print("\n".join(_verdict(choice, trials, bool(found.candidates), kept is not None)))
+    if trials:
+        print(f"remembered in {path}; `--path auto --policy auto` uses it at about this budget")
+
+
+def _verdict(choice: "Choice", trials: "Sequence[Trial]", anything_to_try: bool, remembered: bool) -> list[str]:
+    """What was kept and why, for people."""
+    begun = "what was remembered" if remembered else "the plan as it was"
+    if not trials:
+        why = (
+            "nothing could be tried in this time: give more --seconds" if anything_to_try
+            else "nothing to try: no choice is open at this budget"
+        )  # fmt: skip
+        return [why, f"  {begun} stays: {told(choice)}"]
     changed = [trial.change for trial in trials if trial.kept]
-    print(f"kept: {', '.join(changed) if changed else 'the plan as it was, nothing beat it'}")
-    told = {name: value for name, value in choice.options().items() if name != "slots" and value is not None}
-    print(f"  {', '.join(f'{name} {value}' for name, value in told.items())}; the rest as measured at load")
-    print(f"remembered in {path}; `--path auto --policy auto` uses it at about this budget")
+    return [f"kept: {', '.join(changed) if changed else f'{begun}, nothing beat it'}", f"  {told(choice)}"]
 
 
 def _longest(config: dict) -> int:

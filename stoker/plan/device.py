@@ -26,9 +26,11 @@ class DeviceModel:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.record_ms <= 0 or self.lanes < 1 or self.jitter < 0:
-            expected = "record_ms > 0, lanes >= 1, jitter >= 0"
-            raise OptionError("a device that cannot be", where="device", expected=expected, got=self)
+        if not self.record_ms > 0:
+            raise OptionError("a read takes time", where="--record-ms", expected="> 0", got=self.record_ms)
+        if self.lanes < 1 or self.jitter < 0:
+            got = f"{self.lanes} lanes, jitter {self.jitter}"
+            raise OptionError("a device that cannot be", where="device", expected="lanes >= 1, jitter >= 0", got=got)
 
 
 @dataclass(eq=False, slots=True)

@@ -22,6 +22,7 @@ from stoker.trace.summary import busy_ns, summarise
 
 CURVE_TOKENS = 300  # enough to be stable, and a verdict comes in seconds
 LEAST_CURVE_TOKENS = 20
+PATHS_WITHOUT_CACHE = ("exact", "whole_layer")
 ONLINE = ("lru", "decayed-lfu", "lfru", "s3-fifo", "arc")
 
 
@@ -34,7 +35,8 @@ class Evidence:
     chosen_lengths: prompt and output are as long as a benchmark made them, so their shares of the time say nothing.
     rereads: bytes that the device delivered for each byte that was asked for. hit_rate_with(s): LRU's hit rate with s
     slots a layer, from the run's own routes; best_policy: the best online policy at the run's slots, and what it hits
-    above LRU.
+    above LRU. path: how experts came into memory; overhead_ms: what this machine's profile expects beside reads and
+    arithmetic; several: sequences ran side by side, or could (a server).
     """
 
     source: str
@@ -66,6 +68,14 @@ class Evidence:
     memory_bytes_s: float | None = None
     hit_rate_with: Callable[[float], float] | None = None
     best_policy: tuple[str, float] | None = None
+    path: str | None = None
+    overhead_ms: float | None = None
+    several: bool = False
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether the path reads every expert again for each token, whatever the ledger has room for."""
+        return self.path in PATHS_WITHOUT_CACHE
 
     @property
     def hit_rate(self) -> float | None:
@@ -78,12 +88,15 @@ class Evidence:
             return None
         return self.dense_bytes + self.needed * self.record_bytes
 
-    def on(self, *, device_bytes_s: float | None, memory_bytes_s: float | None) -> Evidence:
+    def on(
+        self, *, device_bytes_s: float | None, memory_bytes_s: float | None, overhead_ms: float | None = None
+    ) -> Evidence:
         """With what is known of the machine, where the run itself does not tell."""
         return replace(
             self,
             device_bytes_s=self.device_bytes_s or device_bytes_s,
             memory_bytes_s=self.memory_bytes_s or memory_bytes_s,
+            overhead_ms=overhead_ms,
         )
 
 
@@ -103,6 +116,7 @@ def of_trace(trace: Trace) -> Evidence:
     prefill_rows, prefill_reads = (np.isin(t["step"], steps["step"][prefill]) for t in (layers, reads))
     prefetched = read_rows & np.isin(reads["class"], (ReadClass.PREFETCH, ReadClass.LATE))
     prefetch_bytes = int(reads["bytes"][prefetched].sum()) * each
+    path, parallel = trace.about.get("path"), int(trace.about.get("parallel") or 1)
     found = Evidence(
         source=trace.path.name,
         tokens=tokens,
@@ -116,7 +130,7 @@ def of_trace(trace: Trace) -> Evidence:
         needed_per_event=(hits + misses) / max(1, int(rows.sum())),
         layers=len(np.unique(layers["layer"])),
         experts=int(trace.about.get("experts") or 0) or None,
-        slots=float(np.mean(ledger["slots"])) if ledger else None,
+        slots=_slots_used(ledger, path),
         record_bytes=float(reads["bytes"].max()) if len(reads["bytes"]) else None,
         dense_bytes=ledger.get("dense_bytes"),
         wasted_bytes=(figures["prefetch"]["waste_ratio"] or 0.0) * prefetch_bytes,
@@ -127,8 +141,17 @@ def of_trace(trace: Trace) -> Evidence:
         prefill_bytes=float(reads["bytes"][prefill_reads].sum()),
         decode_s=float(spent_s[decode].sum()),
         through_page_cache=trace.about.get("direct") is False,
+        path=path,
+        several=parallel > 1 or bool((steps["tokens"][decode] > 1).any()),
     )
     return _with_curve(found, trace)
+
+
+def _slots_used(ledger: Mapping[str, Any], path: str | None) -> float | None:
+    """Slots a layer that keep experts between tokens: none where the path keeps nothing."""
+    if not ledger:
+        return None
+    return 0.0 if path in PATHS_WITHOUT_CACHE else float(np.mean(ledger["slots"]))
 
 
 def _with_curve(found: Evidence, trace: Trace) -> Evidence:
@@ -183,6 +206,7 @@ def _of_variant(name: str, figures: Mapping[str, Any], document: Mapping[str, An
     tokens = int(rows[0]["decode_tokens"])
     speed = median("decode_tok_s")
     device = document.get("device_bytes_per_s") or {}
+    path = name.split()[1] if ours and name.startswith("stoker ") else None
     buffered = bool((document.get("options") or {}).get("buffered")) or not ours
     layers = model.get("moe_layers") or (len(ledger["slots"]) if ledger else None)
     return Evidence(
@@ -196,7 +220,7 @@ def _of_variant(name: str, figures: Mapping[str, Any], document: Mapping[str, An
         needed_per_event=needed / layers if needed and layers else None,
         layers=layers,
         experts=model.get("experts"),
-        slots=float(np.mean(ledger["slots"])) if ledger else None,
+        slots=_slots_used(ledger, path),
         record_bytes=model.get("record_bytes"),
         dense_bytes=ledger.get("dense_bytes") or model.get("dense_bytes"),
         prefetch_bytes=_mean(rows, "decode_prefetch_bytes", "decode_tokens") or 0.0,
@@ -209,6 +233,7 @@ def _of_variant(name: str, figures: Mapping[str, Any], document: Mapping[str, An
         through_page_cache=buffered,
         rereads=_rereads(runs, ledger) if ours else None,
         device_bytes_s=device.get("median"),
+        path=path,
     )
 
 

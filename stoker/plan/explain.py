@@ -6,7 +6,7 @@ the rest (overhead). The largest part bounds it; for stall the kind is told apar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stoker.plan.evidence import Evidence
@@ -30,6 +30,7 @@ FEW_LANES = 1.5
 REREADS = 1.5
 FAULTED = 0.2  # of a token's time, were its bytes read at the device's rate
 WASTE = 0.3  # of the bytes read
+HELD_UP = 2.0  # times the overhead that the machine's profile expects: then it is not the engine's
 POLICY_GAIN = 0.015  # hit rate: less is not worth a change
 
 
@@ -97,9 +98,11 @@ def explain(e: Evidence) -> Explanation:
     bound = max(parts, key=lambda name: parts[name])
     if len(parts) == 2 and parts["stall"] > e.token_ms / 3:  # two parts share the rest: neither need be larger
         bound = "stall"
-    if bound == "stall":
-        return _stalled(e, parts)
-    return _busy(e, bound, parts)
+    verdict = _stalled(e, parts) if bound == "stall" else _busy(e, bound, parts)
+    if e.keeps_nothing and parts.get("stall"):  # before anything else is worth a thought
+        leave = f"leave --path {e.path}: it reads every expert again for each token, --path auto keeps some in memory"
+        return replace(verdict, change=Change(leave))
+    return verdict
 
 
 def parts_of(e: Evidence) -> dict[str, float]:
@@ -244,12 +247,21 @@ def _busy(e: Evidence, bound: str, parts: dict[str, float]) -> Explanation:
         return _say(e, "compute", because, Change("fewer bits a weight, or a machine with faster memory", then), parts)
     if bound == "overhead":
         because += f", {parts['compute']:.1f} ms are arithmetic; {parts['overhead']:.1f} ms are neither"
-        then = e.token_ms - parts["overhead"] / 2
-        return _say(
-            e, "overhead", because, Change("serve requests in batches: a step's overhead is shared", then), parts
-        )
+        if e.overhead_ms is not None:
+            because += f" (the profile of this machine expects {e.overhead_ms:.1f})"
+        return _say(e, "overhead", because, _less_overhead(e, parts), parts)
     change = Change("run `stoker probe` once: with the memory's rate this tells compute from overhead")
     return _say(e, "compute and overhead", because, change, parts)
+
+
+def _less_overhead(e: Evidence, parts: dict[str, float]) -> Change:
+    """Overhead is the engine's own or taken by others; only a server can share it."""
+    if e.overhead_ms is not None and parts["overhead"] > HELD_UP * e.overhead_ms:
+        alone_ms = e.token_ms - parts["overhead"] + e.overhead_ms
+        return Change("a quiet machine: other programs took the processor", alone_ms)
+    if e.several:
+        return Change("more requests at a time: they share a step's overhead")
+    return Change("nothing in its options: one sequence alone pays a step's whole overhead")
 
 
 def _say(e: Evidence, bound: Bound, because: str, change: Change, parts: dict[str, float]) -> Explanation:
@@ -262,7 +274,9 @@ def _say(e: Evidence, bound: Bound, because: str, change: Change, parts: dict[st
         figures.append(("prefill beside it", f"{e.prefill_tokens:,} tokens in {e.prefill_s:.2f} s{waited}"))
     if e.hit_rate is not None:
         figures.append(("hit rate", f"{e.hit_rate:.1%} of {e.needed:.0f} experts a token"))
-    if e.slots is not None and e.experts:
+    if e.keeps_nothing:
+        figures.append(("in memory", f"nothing: --path {e.path} keeps no expert between tokens"))
+    elif e.slots is not None and e.experts:
         figures.append(("in memory", f"{e.slots:.0f} of {e.experts} experts a layer"))
     if e.device_bytes_s:
         figures.append(("the device gives", f"{_mb(e.device_bytes_s)}/s"))

@@ -16,6 +16,7 @@ import numpy as np
 from stoker.errors import OptionError
 from stoker.plan.replay import replay
 from stoker.plan.routes import Routes, load_routes
+from stoker.plan.sizes import ModelShape
 
 TABLE = Path(__file__).parent / "data" / "routing.json"
 UNIFORM, TYPICAL, LOCAL, SCATTERED = "uniform", "general", "code", "math"
@@ -87,8 +88,9 @@ class Curve:
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         rows = self.misses_per_event.get(policy)
         if rows is None:
-            known = ", ".join(self.misses_per_event)
-            raise OptionError("no curve for this policy", where=f"routing {self.name}", expected=known, got=policy)
+            known = f"{', '.join(self.misses_per_event)}, or --routing with routes of the model"
+            what = f"no curve of routing {self.name} for this policy"
+            raise OptionError(what, where="--policy", expected=known, got=policy)
         place = float(np.interp(slots / experts * self.experts, self.slots, np.arange(len(self.slots))))
         low = min(int(place), len(self.slots) - 2)
         shares = (low + 1 - place) * rows[low] + (place - low) * rows[low + 1]
@@ -223,7 +225,7 @@ def _curve(table: dict[str, Any]) -> Curve:
     )
 
 
-def routing_named(name: str) -> Routing:
+def routing_named(name: str, option: str = "--routing") -> Routing:
     """A routing by name (uniform, general, code, math, medical) or from a file that `stoker simulate` reads."""
     if name == UNIFORM:
         return Uniform()
@@ -231,9 +233,33 @@ def routing_named(name: str) -> Routing:
         return curves()[name]
     if not Path(name).exists() and not name.startswith("synthetic:"):
         known = ", ".join([UNIFORM, *curves()])
-        raise OptionError("unknown routing", where="--routing", expected=f"{known}, or a file of routes", got=name)
+        raise OptionError("unknown routing", where=option, expected=f"{known}, or a file of routes", got=name)
     routes = load_routes(name)
     return Replayed(routes, f"the routes in {name}, replayed ({min(routes.steps, REPLAYED_TOKENS)} tokens)")
+
+
+def routing_for(name: str, shape: ModelShape, option: str = "--routing") -> Routing:
+    """A routing by name or file, for one model. Raises OptionError where the routes are those of another shape."""
+    routing = routing_named(name, option)
+    if isinstance(routing, Replayed):
+        check_shape(routing.routes, shape, f"{option} {name}")
+    return routing
+
+
+def check_shape(routes: Routes, shape: ModelShape, where: str) -> None:
+    """Raises OptionError where a model of this shape cannot have taken these routes. Only a trace whose steps held
+    several sequences may need more experts an event than a token has."""
+    layers, largest = routes.layers, max(int(stream.experts.max(initial=0)) for stream in routes.streams)
+    least = min(int(stream.needed.min(initial=routes.k)) for stream in routes.streams)
+    wrong_k = least < shape.top_k or least == routes.k != shape.top_k
+    if layers < shape.moe_layers or largest >= shape.experts or wrong_k:
+        raise OptionError(
+            "routes of another model's shape",
+            where=where,
+            expected=f"at least {shape.moe_layers} layers, {shape.top_k} experts a token, ids below {shape.experts}",
+            got=f"{layers} layers, {routes.k} experts a token, ids up to {largest}",
+            remedy="record this model with `stoker run --trace FILE`, or name general, code, math, medical, uniform",
+        )
 
 
 def assumed(experts: int) -> tuple[Routing, Routing, Routing]:

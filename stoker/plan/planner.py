@@ -87,7 +87,9 @@ def plan(situation: Situation) -> RunPlan:
     )
     for name, decide in steps:
         if whole and name in ("policy", "prefetch", "depth"):
-            reasons[name] = f"{getattr(choice, name)}: every expert stays in memory, so nothing is decided by it"
+            value = getattr(choice, name)
+            shown = "as measured at load" if value is None else value
+            reasons[name] = f"{shown}: every expert stays in memory, so nothing is decided by it"
             continue
         choice, reasons[name] = decide(situation, choice)
     token = forecast_of(situation, choice)

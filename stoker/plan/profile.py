@@ -274,6 +274,8 @@ def cached(directory: Path, threads: int) -> Profile | None:
 
 def load(path: Path) -> Profile:
     """Read a profile. Raises OptionError for a file that is none."""
+    if not path.is_file():
+        raise OptionError("there is no such file", where="--profile", got=str(path))
     try:
         return from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

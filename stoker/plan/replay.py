@@ -144,7 +144,7 @@ def _outcome(
     warm_up = int(routes.steps * WARM_UP_SHARE) if warm_up_steps is None else warm_up_steps
     if not 0 <= warm_up < routes.steps:
         raise OptionError(
-            "warm-up leaves nothing", where="warm-up", expected=f"below {routes.steps} tokens", got=warm_up
+            "warm-up leaves nothing", where="--warm-up", expected=f"below {routes.steps} tokens", got=warm_up
         )
     counted = [stream.step >= warm_up for stream in routes.streams]
     needed = [int(stream.needed[keep].sum()) for stream, keep in zip(routes.streams, counted, strict=True)]
@@ -173,7 +173,7 @@ def _first_uses(stream: Stream, from_step: int) -> int:
 def _check_floor(stream: Stream, slots: int) -> None:
     floor = int(stream.needed.max(initial=1))
     if slots < floor:
-        where = "the shared cache" if stream.pool < 0 else f"pool {stream.pool}"
+        where = "--slots, the shared cache" if stream.pool < 0 else f"--slots, pool {stream.pool}"
         raise OptionError("fewer slots than one event needs", where=where, expected=f">= {floor}", got=slots)
 
 

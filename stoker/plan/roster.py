@@ -124,8 +124,11 @@ def _check(routes: Routes, m: int, window_tokens: int, prefix_share: float) -> i
     """The prefix in tokens. Raises OptionError where the roster, the window or the prefix cannot be."""
     prefix = round(window_tokens * prefix_share)
     if not routes.k <= m <= routes.experts:
-        raise OptionError("roster size", where="roster m", expected=f"{routes.k} to {routes.experts}", got=m)
+        raise OptionError("roster size", where="--roster", expected=f"{routes.k} to {routes.experts}", got=m)
     if not 1 <= window_tokens <= routes.steps or prefix < 1:
-        expected = f"a window of 1 to {routes.steps} tokens with a prefix inside"
-        raise OptionError("roster window", where=routes.name, expected=expected, got=(window_tokens, prefix))
+        expected = (
+            f"2 to {routes.steps} tokens, as many as {routes.name} has, with at least one of them in the --prefix"
+        )
+        got = f"{window_tokens} tokens with a prefix of {prefix}"
+        raise OptionError("a window that cannot be", where="--window", expected=expected, got=got)
     return prefix

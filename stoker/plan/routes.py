@@ -99,6 +99,11 @@ def from_array(experts_LTK: np.ndarray, name: str = "routes", n_experts: int | N
         raise TraceError(
             "routes have a wrong shape", where=name, expected="integers [L, T, K] >= 0", got=experts_LTK.shape
         )
+    if not np.issubdtype(experts_LTK.dtype, np.integer):
+        raise TraceError("routes are not whole numbers", where=name, expected="integers", got=experts_LTK.dtype)
+    ordered = np.sort(experts_LTK, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise TraceError("a token names an expert twice", where=name, expected="distinct ids along the last axis")
     layers, tokens, k = experts_LTK.shape
     starts, step = np.arange(tokens + 1) * k, np.arange(tokens)
     flat = np.ascontiguousarray(experts_LTK.reshape(layers, -1), dtype=np.int32)

@@ -104,6 +104,8 @@ def parse_sizes(text: str, routes: Routes) -> list[int]:
             value = round(float(part.strip()[:-1]) / 100 * routes.experts) if share else int(part)
         except ValueError:
             raise OptionError("slots a layer", where="--slots", expected="16,32 or 12.5%,25%", got=part) from None
+        if value < 1:
+            raise OptionError("a cache without slots", where="--slots", expected=f"{routes.k} or more", got=part)
         if value > routes.experts:
             raise OptionError(
                 "more slots than a layer has experts", where="--slots", expected=f"at most {routes.experts}", got=part

@@ -95,7 +95,7 @@ def replay_timed(
     if policy.partition(":")[0] == "min":
         raise OptionError("offline policies have no timed replay", where="--policy", got=policy)
     if warm_up_steps >= routes.steps:
-        raise OptionError("warm-up leaves nothing", where="warm-up", expected=f"< {routes.steps}", got=warm_up_steps)
+        raise OptionError("warm-up leaves nothing", where="--warm-up", expected=f"< {routes.steps}", got=warm_up_steps)
     pools = pools_of(routes)
     caches = _caches(routes, policy, slots, global_cache)
     run = _Run(steps_of(routes), pools, caches, routes.experts if global_cache else 0, device, prefetch)

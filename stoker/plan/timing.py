@@ -57,7 +57,7 @@ def timed_rows(
                 total = size * len(routes.streams) if shared else slots
                 figures = replay_timed(window, policy, total, device, layer_time, prefetch, warm_up, shared)
                 head = {"trace": routes.name, "policy": policy, "partition": request.partition, "slots_per_layer": size}
-                rows.append({**head, "prefetch": request.prefetch, **figures})
+                rows.append({**head, "prefetch": request.prefetch, "warm_up_tokens": warm_up, **figures})
     return rows
 
 

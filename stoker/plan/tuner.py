@@ -37,10 +37,10 @@ class Trial:
 
     def line(self) -> str:
         before, after = statistics.median(self.incumbent_ms), statistics.median(self.changed_ms)
-        word = "kept" if self.kept else "not kept"
+        word, pairs = "kept" if self.kept else "not kept", len(self.incumbent_ms)
         return (
             f"{self.change}: {1e3 / after:.2f} tok/s against {1e3 / before:.2f}, {self.ratio - 1:+.1%} "
-            f"in {len(self.incumbent_ms)} pairs: {word}"
+            f"in {f'the median of {pairs} pairs' if pairs > 1 else 'one pair'}: {word}"
         )
 
 

@@ -128,6 +128,8 @@ class RouteReplay(RoutingRule):
 
 def load_experts(path: Path) -> np.ndarray:
     """Experts [L, T, K] of an .npz or a stoker trace. Raises TraceError naming the file."""
+    if not path.exists() and not is_trace(path):  # a run that did not end left parts beside it
+        raise TraceError("no such file", where=str(path))
     if path.suffix == ".npz":
         try:
             with np.load(path) as archive:
@@ -139,7 +141,7 @@ def load_experts(path: Path) -> np.ndarray:
     if is_trace(path):
         return _from_trace(Trace(path))
     raise TraceError(
-        "holds no routes" if path.exists() else "no such file",
+        "holds no routes",
         where=str(path),
         expected="an .npz with `experts` [L, T, K], or a stoker trace",
     )
@@ -162,6 +164,8 @@ def _from_trace(trace: Trace) -> np.ndarray:
 def _checked(experts_LTK: np.ndarray, name: str) -> np.ndarray:
     if experts_LTK.ndim != 3 or experts_LTK.size == 0 or experts_LTK.min() < 0:
         raise TraceError("routes have a wrong shape", where=name, expected="ids [L, T, K] >= 0", got=experts_LTK.shape)
+    if not np.issubdtype(experts_LTK.dtype, np.integer):
+        raise TraceError("routes are not whole numbers", where=name, expected="integers", got=experts_LTK.dtype)
     ordered = np.sort(experts_LTK, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise TraceError("a token names an expert twice", where=name, expected="distinct ids along the last axis")

@@ -72,7 +72,20 @@ def _find(path: Path) -> tuple[list[Path], bool]:
         parts = sorted(folder.glob("part-*.safetensors")) if folder.is_dir() else []
         if parts:
             return parts, False
-    raise TraceError("no such trace", where=str(path))
+    raise _nothing_there(path)
+
+
+def _nothing_there(path: Path) -> TraceError:
+    """The error for a path without a trace, by what is there instead."""
+    for folder in (path, parts_folder(path)):
+        if folder.is_dir() and folder.suffix == ".parts":
+            return TraceError(
+                "nothing saved yet", where=str(folder), got="a folder without a part",
+                remedy="wait: a run saves its trace every three seconds, from its first step on",
+            )  # fmt: skip
+    if path.is_dir():
+        return TraceError("is not a trace", where=str(path), expected="a file, or a folder FILE.parts", got="a folder")
+    return TraceError("no such trace", where=str(path))
 
 
 def _check(path: Path, metadata: dict[str, str], columns: dict[str, Any]) -> None:

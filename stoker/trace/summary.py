@@ -65,6 +65,9 @@ def _reads(reads: Table) -> dict[str, Any]:
         rows = reads["class"] == cls
         if not rows.any():
             continue
+        if cls is ReadClass.CANCELLED:  # never begun: it has no service time
+            figures[cls.name.lower()] = {"count": int(rows.sum())}
+            continue
         service_ms = (reads["end_ns"] - reads["start_ns"])[rows] / 1e6
         figures[cls.name.lower()] = {
             "count": int(rows.sum()),

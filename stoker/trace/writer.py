@@ -2,8 +2,9 @@
 
 Rows and routes are held as they came and packed into flat arrays between steps, many at a time, so that a layer hardly
 waits for its recorder. Every few seconds the end of a step saves what has gathered in a part beside the
-file, and begins another when it is half a megabyte; `close` joins the parts into FILE and removes them. After a crash
-the parts remain and can be read. Must not need torch: tensors are joined by the torch that they came from.
+file, and begins another when it is half a megabyte; when no step comes any more, a thread saves what is left.
+`close` joins the parts into FILE and removes them. After a crash the parts remain and can be read. Must not need torch:
+tensors are joined by the torch that they came from.
 """
 
 import json
@@ -11,9 +12,10 @@ import os
 import shutil
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Lock, Thread
 from time import monotonic_ns
 from typing import Any
 
@@ -27,6 +29,8 @@ from stoker.trace.events import FORMAT, ROUTE_COLUMNS, TABLES, VERSION
 ROUTES_PER_PART = 1 << 17
 ROW_INTEGERS_PER_PART = 1 << 16  # what has gathered is written again with each save: parts are small
 SAVE_EVERY_NS = 3 * 10**9  # what a crash may lose
+LONGEST_SAVE_S = 5.0  # closing waits no longer: while the interpreter ends, the thread may never run again
+IDLE_S = 1.0  # without a step for so long, what waits is saved too
 HELD_COLUMNS = ("step", "pool", "layer", "hits", "misses", "wait_ns", "time_ns")
 ROWS_HELD = 1 << 9  # rows, and tokens of routes, that wait to be packed between steps: later, and they leave the caches
 
@@ -51,6 +55,8 @@ class TraceWriter:
         self._part_count = 0
         self._saved_ns: int | None = None  # on the clock of the steps
         self._closed = False
+        self._gathering = Lock()  # the arrays below; what is held needs none (see _pack)
+        self._idle = _IdleSaver(self._save_what_waits)
         self._running_step = 0
         self._routes_before = 0  # entries in earlier parts
         self._experts, self._weights = array("i"), array("f")
@@ -81,6 +87,11 @@ class TraceWriter:
         self._held_evictions.append((self._running_step, pool, expert, monotonic_ns()))
 
     def step(self, step: int, phase: int, n_tokens: int, start_ns: int, end_ns: int, rss_bytes: int) -> None:
+        with self._gathering:
+            self._end_step(step, phase, n_tokens, start_ns, end_ns, rss_bytes)
+        self._idle.wake()
+
+    def _end_step(self, step: int, phase: int, n_tokens: int, start_ns: int, end_ns: int, rss_bytes: int) -> None:
         self._step.extend((step, phase, n_tokens, start_ns, end_ns, rss_bytes))
         self._running_step = step + 1
         if self._saved_ns is None:
@@ -99,6 +110,7 @@ class TraceWriter:
     def close(self) -> None:
         if self._closed:
             return
+        self._idle.stop()
         self._write_part()
         with self._writing():
             join_files([self._part(index) for index in range(self._part_count)], self.path, self._metadata)
@@ -112,18 +124,21 @@ class TraceWriter:
         self.close()
 
     def _pack(self) -> None:
-        """Copy what is held into the arrays, many calls at a time."""
-        for held, packed in ((self._held_reads, self._read), (self._held_evictions, self._evict)):
-            if held:
-                packed.frombytes(np.array(held, np.int64).tobytes())
-                held.clear()
-        if self._held_layers:
-            self._pack_layers()
+        """Copy what is held into the arrays, many calls at a time.
 
-    def _pack_layers(self) -> None:
-        columns = dict(zip(HELD_COLUMNS, np.array(self._held_layers, np.int64).T, strict=True))
-        experts, tokens, widths = _joined(self._held_experts)
-        weights, _, _ = _joined(self._held_weights)
+        Calls may come meanwhile: each list is copied and shortened by what was copied, so that nothing gets lost.
+        """
+        for held, packed in ((self._held_reads, self._read), (self._held_evictions, self._evict)):
+            if rows := held[:]:
+                packed.frombytes(np.array(rows, np.int64).tobytes())
+                del held[: len(rows)]
+        if count := len(self._held_weights):  # the last that a call appends to
+            self._pack_layers(count)
+
+    def _pack_layers(self, count: int) -> None:
+        columns = dict(zip(HELD_COLUMNS, np.array(self._held_layers[:count], np.int64).T, strict=True))
+        experts, tokens, widths = _joined(self._held_experts[:count])
+        weights, _, _ = _joined(self._held_weights[:count])
         entries = tokens * widths
         columns |= {"tokens": tokens, "k": widths}
         columns["route_start"] = self._routes_before + len(self._experts) + np.cumsum(entries) - entries
@@ -132,7 +147,11 @@ class TraceWriter:
         self._experts.frombytes(experts.astype(np.int32).tobytes())
         self._weights.frombytes(weights.astype(np.float32).tobytes())
         for held in (self._held_layers, self._held_experts, self._held_weights):
-            held.clear()
+            del held[:count]
+
+    def _save_what_waits(self) -> None:
+        with self._gathering, suppress(TraceError):  # the next step or `close` meets it too, and can say so
+            self._save()
 
     def _write_part(self) -> None:
         """Save the current part for good and begin another."""
@@ -166,6 +185,35 @@ class TraceWriter:
         except (OSError, SafetensorError) as error:
             got = getattr(error, "strerror", None) or error
             raise TraceError("cannot be written", where=str(self.path), got=got) from error
+
+
+class _IdleSaver:
+    """Calls `save` once when `wake` has not been called for IDLE_S. A thread from the first `wake` to `stop`."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        self._save = save
+        self._woken = self._saved = 0
+        self._ended = Event()
+        self._thread: Thread | None = None
+
+    def wake(self) -> None:
+        self._woken += 1
+        if self._thread is None:
+            self._thread = Thread(target=self._watch, name="trace-idle", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(LONGEST_SAVE_S)
+
+    def _watch(self) -> None:
+        seen = 0
+        while not self._ended.wait(IDLE_S):
+            if seen == self._woken > self._saved:
+                self._save()
+                self._saved = seen
+            seen = self._woken
 
 
 def check_new(path: Path) -> None:
@@ -210,4 +258,4 @@ def _array(matrix: Any) -> np.ndarray:
 
 def parts_folder(path: Path) -> Path:
     """Where the parts of a trace lie until it is closed."""
-    return path.with_name(path.name + ".parts")
+    return path.parent / f"{path.name}.parts"  # with_name refuses a path without a name, such as "."

@@ -14,9 +14,10 @@ from stoker.bench.device import block_device, device_rate
 from stoker.bench.figures import notes, result, variant_figures
 from stoker.bench.interleave import run_once, run_rounds
 from stoker.bench.request import Request, build
-from stoker.bench.worker import session
+from stoker.bench.worker import session, summarise
 from stoker.errors import OptionError
 from stoker.native.io import cached_bytes
+from stoker.trace.measures import latency
 
 BASE = {"memory": "4GiB", "path": "hot", "policy": "lru", "threads": 1, "ctx_size": 512, "depth": 8, "direct": True,
         "prefetch": 0}  # fmt: skip
@@ -206,3 +207,9 @@ def test_rooms_that_differ_are_said() -> None:
 def test_the_device_of_a_store(mini: Path) -> None:
     assert device_rate(mini, seconds=0.1) > 1e6
     assert block_device(mini) is None or Path("/sys/block", str(block_device(mini))).exists()
+
+
+def test_the_median_is_the_nearest_rank() -> None:
+    counts = {"read_bytes": 0}
+    figures = summarise(1.0, 4, [0.04, 0.01, 0.03, 0.02], counts, counts)
+    assert figures["decode_ms_median"] == latency([40.0, 10.0, 30.0, 20.0])["p50"] == 20

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from stoker.cli.bench import footnotes
 from stoker.cli.main import build_app
 from stoker.trace.reader import Trace
 
@@ -51,6 +52,9 @@ def test_json_and_routes(store: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["model"]["routes"]["weights"] == "uniform" and result["provenance"]["commit"]
+    assert "repeated" not in "".join(footnotes(result)), "26 tokens of 40"
+    longer = {**result["model"], "routes": {**result["model"]["routes"], "repeated": 2.5}}
+    assert "its 40 tokens are repeated 2.5 times" in footnotes({**result, "model": longer})[-1]
     recorded = Trace(trace)
     assert recorded.about["experts"] == 8 and recorded.about["bench"] == "stoker auto lru"
     weights = recorded.column("route.weights").reshape(-1, 2)
@@ -74,18 +78,22 @@ def test_json_and_routes(store: Path, tmp_path: Path) -> None:
         (("--vs-path", "fast"), "whole_layer"),
         (("--vs-policy", "lru2"), "s3-fifo"),
         (("--vs-path", "auto"), "twice"),
-        (("--routes", "gone.npz"), "gone.npz"),
+        (("--routes", "gone.npz"), "gone.npz: no such file"),
         (("--ids", "gone.json"), "--ids"),
         (("--ids", "gone.json", "--prompt", "9"), "how many"),
         (("--prompt", "600"), "--ctx-size"),
         (("--ctx-size", "20", "--prompt", "16", "--decode", "8"), "--ctx-size"),
         (("--trace", "t", "--vs-path", "exact"), "one variant"),
         (("--memory", "lots"), "3GiB"),
+        (("--read-ahead", "128"), "--read-ahead: has no effect"),
+        (("--routing", "foo"), "--routing: unknown"),
+        (("--vs-path", "fast"), "--vs-path"),
+        (("--ids", "gone.json"), "--ids: there is no such file"),
     ],
 )
 def test_refusals_come_before_the_first_round(store: Path, arguments: tuple[str, ...], words: str) -> None:
     done = bench(store, "--memory", "2GiB", *arguments)
-    assert done.exit_code == (1 if words == "gone.npz" else 2) and words in done.output, done.output
+    assert done.exit_code == (1 if "gone.npz" in words else 2) and words in done.output, done.output
     assert "round 1" not in done.output and "Traceback" not in done.output
 
 

@@ -16,6 +16,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stoker.bench.report import charts, trace_data
+from stoker.bench.report.bench_section import _distinct
+from stoker.bench.report.ledger_section import ENTRIES, ledger_figure
 from stoker.cli.main import build_app
 from stoker.trace.events import Phase, ReadClass
 from stoker.trace.reader import Trace
@@ -283,3 +285,12 @@ def test_pointer_theme_and_heat_map(browser: Any, page: Path) -> None:
     theme.click()
     assert theme.text == "theme: dark"
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") != before
+
+
+def test_ledger_bars_are_named_by_variant_and_parts_by_colours_of_their_own() -> None:
+    ledger = {key: 1 << 30 for key, _, _ in ENTRIES} | {"slots": [4], "floor_bytes": 1, "resident_share": 0.5}
+    ledger |= {"budget_bytes": 4 << 30, "grammar_bytes": 0}
+    found = _distinct({"hot": ledger, "staged": ledger, "exact": {**ledger, "slots": [5]}})
+    assert list(found) == ["hot and 1 more", "exact"]
+    assert len({colour for _, _, colour in ENTRIES}) == len(ENTRIES)
+    assert "grammars" not in ledger_figure(found) and "kept prefixes" in ledger_figure(found)

@@ -196,3 +196,31 @@ def test_results() -> None:
     assert explain(fed).bound == "device bytes"
     (peer,) = of_result(result(peer=True))
     assert explain(peer).bound == "page cache starved" and peer.stall_ms is None
+
+
+def test_a_path_that_keeps_nothing_is_to_be_left(tmp_path: Path) -> None:
+    """The ledger has room for slots, and the exact path does not use it, whatever the token's time goes to."""
+    for name, token_ms in (("stall", 10), ("busy", 40)):
+        ledger = {"slots": [12], "dense_bytes": 0}
+        clock = Clockwork(tmp_path / name, ledger=ledger)
+        clock.writer.describe(path="exact")
+        clock.tokens(token_ms, 8, [(0.0, 8.0, MB)] * 4, ReadClass.DEMAND)
+        evidence = of_trace(Trace(tmp_path / name))
+        verdict = explain(evidence.on(device_bytes_s=2e9, memory_bytes_s=20e9))
+        assert evidence.slots == 0 and verdict.change.what.startswith("leave --path exact")
+        assert "keeps no expert" in dict(verdict.figures)["in memory"] and "12 of 16" not in "\n".join(verdict.lines())
+    document = result()
+    document["variants"] = {"stoker exact lru": document["variants"]["v"]}
+    document["runs"] = {"stoker exact lru": document["runs"]["v"]}
+    (of_bench,) = of_result(document)
+    assert of_bench.slots == 0 and explain(of_bench).change.what.startswith("leave --path exact")
+
+
+def test_overhead_is_shared_by_servers_alone_and_told_from_other_programs() -> None:
+    busy = replace(BASE, stall_ms=10.0)  # 301.6 ms of 400 are overhead
+    alone, server = explain(busy).change, explain(replace(busy, several=True)).change
+    assert "nothing in its options" in alone.what and "requests at a time" in server.what
+    assert alone.then_ms is None and server.then_ms is None, "no figure is invented"
+    held_up = explain(replace(busy, overhead_ms=50.0)).change
+    assert "other programs" in held_up.what and held_up.then_ms == pytest.approx(10 + 88.4 + 50)
+    assert "nothing in its options" in explain(replace(busy, overhead_ms=200.0)).change.what

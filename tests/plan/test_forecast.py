@@ -1,6 +1,7 @@
 """The forecast in cases whose answer is known by hand, and what it assumes of routing."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from stoker.plan.forecast_routing import (
     curves,
     guesses,
     hit_rate,
+    routing_for,
     routing_named,
     spread_over,
 )
@@ -362,3 +364,18 @@ def test_few_experts_are_assumed_uniform_and_many_as_measured() -> None:
     typical, worst, best = assumed(128)
     at = [hit_rate(one.misses(32, 128, 8, "lru")) for one in (worst, typical, best)]
     assert at == sorted(at)
+
+
+@pytest.mark.parametrize(
+    ("layers", "top_k", "experts", "fits"),
+    [(2, 4, 34, True), (1, 4, 128, True), (3, 4, 34, False), (2, 2, 34, False), (2, 8, 34, False), (2, 4, 33, False)],
+)
+def test_routes_of_another_shape_are_refused(tmp_path: Path, layers: int, top_k: int, experts: int, fits: bool) -> None:
+    routes_TK = np.array([[0, 1, 2 + 2 * t % 32, 3 + 2 * t % 32] for t in range(40)])
+    np.savez(tmp_path / "routes.npz", experts=np.stack([routes_TK, routes_TK]))
+    shape = model(moe_layers=layers, top_k=top_k, experts=experts)
+    if fits:
+        assert isinstance(routing_for(str(tmp_path / "routes.npz"), shape), Replayed)
+        return
+    with pytest.raises(OptionError, match=r"--routes .*routes.npz: routes of another model's shape"):
+        routing_for(str(tmp_path / "routes.npz"), shape, "--routes")

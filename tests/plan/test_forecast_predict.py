@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from stoker.bench.budgets import Divider
+from stoker.bench.shapes import shape_of
 from stoker.checkpoint.gguf_header import read_gguf_file
 from stoker.checkpoint.remote import hub_name
-from stoker.errors import CheckpointError
+from stoker.errors import BudgetError, CheckpointError
 from stoker.plan import profile as profiles
 from stoker.store.describe import describe
 from stoker.store.headers import open_headers
@@ -219,3 +221,43 @@ def test_the_printed_forecast_says_what_it_assumes(twins: tuple[Path, Path], pro
         assert told in done.stdout, told
     wrong = stoker("predict", twins[0], "--profile", profile, "--routing", "nonsense")
     assert wrong.returncode == 2 and "uniform" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--policy", "foo"), "--policy: unknown policy"),
+        (("--policy", "min"), "`stoker simulate` replays it"),
+        (("--policy", "lru:4"), "--policy: an argument"),
+        (("--policy", "foo", "--routing", "uniform"), "--policy: unknown policy"),
+        (("--ctx-size", "10000000"), "--ctx-size: longer"),
+        (("--routing", "synthetic:general:600"), "--routing synthetic:general:600: routes of another"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    twins: tuple[Path, Path], checkpoint: Path, profile: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    model = checkpoint if "synthetic:general:600" in arguments else twins[0]
+    done = stoker("predict", model, "--profile", profile, *arguments)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+
+
+def test_the_budget_that_is_named_leaves_the_process_room(twins: tuple[Path, Path]) -> None:
+    """A run whose process starts 30 MiB larger than the probe's still fits the floor that predict names."""
+    headers = open_headers(str(twins[0]))
+    (manifest,) = headers.manifests.values()
+    shape = shape_of(headers.config, manifest, "model")
+    named = Divider(headers.config, manifest, shape, 400 << 20, 512)
+    larger = Divider(headers.config, manifest, shape, 430 << 20, 512)
+    assert larger.divide(named.floor_bytes) and larger.divide(named.ladder()[0])
+    with pytest.raises(BudgetError) as refused:
+        named.divide(named.floor_bytes - (40 << 20))
+    assert "libraries 432 MiB" in str(refused.value), "the refusal names what surely works"
+
+
+def test_rows_beyond_this_machine_are_marked(twins: tuple[Path, Path], profile: Path) -> None:
+    done = stoker(
+        "predict", twins[0], "--profile", profile, "--memory", "2GiB", "--memory", "auto", "--memory", "24GiB"
+    )
+    assert done.returncode == 0 and done.stdout.count("more than this machine's 16.0 GiB") >= 1
+    assert "of this machine's 16.0 GiB" in done.stdout.splitlines()[-1]

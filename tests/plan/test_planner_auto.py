@@ -1,17 +1,22 @@
 """What was tuned is what `auto` runs, and nothing else is; a live trial keeps no loser."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 import stoker
 from stoker.bench.tune import Request, tune
-from stoker.plan.planner import Choice
+from stoker.cli.main import build_app
+from stoker.plan.planner import Choice, RunPlan
 from stoker.plan.profile import machine_key
-from stoker.plan.tuner import choices_path, remember
+from stoker.plan.tuner import choices_path, recall, remember
 from stoker.runtime.budget import default_threads
 from stoker.store.reader import open_store
 from tests.generate.stores import pack, write_checkpoint
+from tests.plan.machines import machine
 
 GIB = 1 << 30
 
@@ -59,3 +64,63 @@ def test_time_is_a_limit(store: Path) -> None:
     candidates = [(f"depth {depth}", Choice(depth=depth)) for depth in (2, 4, 8)]
     best, trials = tune(Request(store, 2 * GIB, 1, 256, seconds=0.001), Choice(), candidates, said.append)
     assert best == Choice() and len(trials) <= 1 and any("the time is up" in line for line in said)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, candidates: tuple[tuple[str, Choice], ...]) -> None:
+    """The planner's answer and this machine's profile, made up."""
+    monkeypatch.setattr("stoker.cli.probe.profile_for", lambda *_: (machine(), Path("profile.json")))
+    token = SimpleNamespace()
+    monkeypatch.setattr("stoker.plan.planner.plan", lambda _: RunPlan(Choice(), {}, token, candidates))
+
+
+def tuning(store: Path, *arguments: str) -> str:
+    command = ["tune", str(store), "--memory", "2GiB", "--threads", str(default_threads()), *arguments]
+    done = CliRunner().invoke(build_app(), command)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_tune_that_decides_nothing_keeps_what_was_decided(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = choices_path(open_store(tuned).fingerprint, machine_key(tuned, default_threads()))
+    before = path.read_text()
+    planned(monkeypatch, (("depth 8", Choice(depth=8)),))
+    monkeypatch.setattr("stoker.bench.tune._Clock.has_room", lambda *_: False)
+    said = tuning(tuned)
+    assert "nothing could be tried" in said and "policy lfru" in said and "True" not in said
+    assert path.read_text() == before
+    planned(monkeypatch, ())  # everything in memory
+    assert "nothing to try" in tuning(tuned) and path.read_text() == before
+
+
+def test_a_tune_begins_with_what_was_remembered(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[tuple[Choice, Choice]] = []
+
+    def measured(_: object, one: Choice, other: Choice) -> tuple[list[float], list[float]]:
+        pairs.append((one, other))
+        return [10.0, 10.0], [11.0, 11.0]
+
+    planned(monkeypatch, (("depth 4", Choice(depth=4)), ("path staged", Choice(path="staged"))))
+    monkeypatch.setattr("stoker.bench.tune._Bench.pairs", measured)
+    said = tuning(tuned)
+    kept = Choice(policy="lfru", prefetch=0, depth=4)
+    assert pairs == [(kept, replace(kept, path="staged")), (kept, Choice())], "depth 4 is what it begins with"
+    assert "begins with what was remembered" in said and "kept: what was remembered" in said
+    path = choices_path(open_store(tuned).fingerprint, machine_key(tuned, default_threads()))
+    assert recall(path, 2 * GIB) == kept
+
+
+def test_plan_names_what_auto_will_use(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.cli.probe.profile_for", lambda *_: (machine(), Path("profile.json")))
+    done = CliRunner().invoke(
+        build_app(), ["plan", str(tuned), "--memory", "2GiB", "--threads", str(default_threads())]
+    )
+    assert done.exit_code == 0 and "remembered" in done.output and "policy lfru" in done.output, done.output
+    assert "None" not in done.output, "depth is measured at load"
+
+
+def test_plan_tells_files_that_are_no_stores_apart(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "notes.txt").write_text("")
+    for name, told in (("model.gguf", "is a GGUF"), ("notes.txt", "is not a store"), ("gone", "no such store")):
+        done = CliRunner().invoke(build_app(), ["plan", str(tmp_path / name)])
+        assert done.exit_code == 1 and told in done.output, done.output

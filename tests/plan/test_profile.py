@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.cli.probe import profile_for
 from stoker.errors import OptionError
 from stoker.plan import profile as profiles
 from tests.plan.machines import machine
@@ -70,3 +71,20 @@ def test_planning_needs_no_torch() -> None:
     modules = "profile, sizes, forecast, forecast_routing, planner, tuner"
     code = f"import sys; from stoker.plan import {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--profile: there is no such file"):
+        profiles.load(tmp_path / "gone.json")
+
+
+def test_measuring_unasked_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`predict` takes half a minute the first time: it says why before it begins."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("stoker.bench.probe.measure", lambda *_, **__: machine())
+    profile_for(tmp_path, 2)
+    assert "no profile of this machine yet" in capsys.readouterr().err
+    profile_for(tmp_path, 2, force=True)
+    assert "no profile" not in capsys.readouterr().err

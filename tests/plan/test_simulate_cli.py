@@ -9,8 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from stoker.cli import simulate, trace
-from stoker.errors import OptionError, StokerError
+from stoker.errors import OptionError, StokerError, TraceError
 from stoker.plan.routes import load_routes
+from stoker.routing.replay import RouteReplay
 from stoker.trace.events import Phase
 from stoker.trace.writer import TraceWriter
 
@@ -121,11 +122,20 @@ def test_a_terminal_of_80_columns_cuts_nothing_off(npz: str) -> None:
         ["--lanes", "2"],
         ["--window", "100"],
         ["--record-ms", "1", "--greedy", "--tokens", "2300"],
+        ["--record-ms", "0"],
+        ["--tokens", "-5"],
+        ["--warm-up", "-1"],
+        ["--warm-up", "1000000"],
+        ["-s", "0"],
+        ["--roster", "8", "--tokens", "100"],
     ],
 )
 def test_refusals_name_the_option(npz: str, arguments: list[str]) -> None:
     result = runner.invoke(app, ["simulate", npz, "--workers", "1", *arguments])
-    assert isinstance(result.exception, OptionError), result.output
+    by_typer = result.exit_code == 2 and arguments[-2] in result.output
+    assert isinstance(result.exception, OptionError) or by_typer, result.output
+    if len(arguments) == 2 and arguments[0].startswith("--"):
+        assert arguments[0] in str(result.exception) + result.output
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -143,3 +153,32 @@ def test_trace_summary(tmp_path: Path) -> None:
     assert figures["decode"]["stall_ms_per_token"] == pytest.approx(0.5)
     shown = runner.invoke(app, ["trace", "summary", str(tmp_path / "t")], env={"COLUMNS": "200"}).stdout
     assert "1,024.0 MiB" in shown and "n too small" in shown and "not enough data" in shown
+    lines = shown.splitlines()
+    assert lines[0].startswith("decode.steps") and "50.0%" in shown  # the figures first, what ran last
+    assert any(line.startswith("about.model") for line in lines[-3:]) and "not set" not in shown
+
+
+def test_warm_up_small_counts_and_shares_are_told(npz: str) -> None:
+    arguments = ["simulate", npz, "--record-ms", "1", "-p", "lru", "-s", "8", "--tokens", "150"]
+    (row,) = rows(*arguments)
+    assert (row["tokens"], row["warm_up_tokens"]) == (120, 30)
+    shown = " ".join(runner.invoke(app, arguments).stdout.split())
+    assert "warm up tokens 30" in shown and "token ms p95 n too small" in shown
+    assert f"ready rate {row['ready_rate']:.1%}" in shown
+
+
+def test_a_table_for_a_file_is_not_cut_and_has_a_legend(npz: str) -> None:
+    shown = runner.invoke(app, ["simulate", npz, "--roster", "8", "--greedy"], env={"COLUMNS": "60"}).stdout
+    assert "mean with equal m" in shown and "…" not in shown
+    assert "loads per token: experts read to fill the rosters" in shown and "worst: " in shown
+
+
+@pytest.mark.parametrize(
+    ("experts", "told"),
+    [(np.full((1, 5, 2), 0.5), "whole numbers"), (np.zeros((1, 5, 2), int), "an expert twice")],
+)
+def test_arrays_that_are_no_routes_are_refused(tmp_path: Path, experts: np.ndarray, told: str) -> None:
+    np.savez(tmp_path / "wrong.npz", experts=experts)
+    for load in (load_routes, RouteReplay.open):
+        with pytest.raises(TraceError, match=told):
+            load(tmp_path / "wrong.npz")

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +266,65 @@ def test_recording_costs_microseconds(tmp_path: Path) -> None:
             writer.step(step, Phase.DECODE, 1, 0, 1, 0)
             best = min(best, time.perf_counter() - start)
     assert best < 1.2e-3
+
+
+def test_an_idle_run_is_saved_without_another_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.trace.writer.IDLE_S", 0.02)
+    writer = TraceWriter(tmp_path / "t")
+    with pytest.raises(TraceError, match="nothing saved yet"):
+        Trace(tmp_path / "t.parts")
+    for step in range(5):
+        writer.layer(step, 0, 0, [[step, 9]], [[0.5, 0.5]], 1, 1, 0)
+        writer.step(step, Phase.DECODE, 1, step * 10**6, (step + 1) * 10**6, 0)
+    wait_for(lambda: is_trace(tmp_path / "t"))
+    assert len(Trace(tmp_path / "t").column("step.step")) == 5
+    writer.layer(5, 0, 0, [[5, 9]], [[0.5, 0.5]], 1, 1, 0)  # and what comes later follows
+    writer.step(5, Phase.DECODE, 1, 5 * 10**6, 6 * 10**6, 0)
+    wait_for(lambda: len(Trace(tmp_path / "t").column("step.step")) == 6)
+    writer.close()
+    trace = Trace(tmp_path / "t")
+    assert trace.finished and [trace.route(row)[0].tolist() for row in range(6)] == [[[step, 9]] for step in range(6)]
+
+
+def test_saving_beside_calls_loses_none(tmp_path: Path) -> None:
+    """The thread that saves packs while another records."""
+    writer = TraceWriter(tmp_path / "t")
+    ended = threading.Event()
+
+    def save() -> None:
+        while not ended.is_set():
+            writer._save_what_waits()
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    for step in range(2000):
+        writer.layer(step, 0, 0, [[step % 8, 9]], [[0.5, 0.5]], 1, 1, 0)
+        writer.read(0, step % 8, ReadClass.DEMAND, 0, 1, 2, 10)
+        writer.step(step, Phase.DECODE, 1, step, step + 1, 0)
+    ended.set()
+    saver.join()
+    writer.close()
+    trace = Trace(tmp_path / "t")
+    assert trace.column("layer.step").tolist() == trace.column("read.step").tolist() == list(range(2000))
+    assert all(trace.route(row)[0].tolist() == [[row % 8, 9]] for row in range(0, 2000, 7))
+
+
+def test_a_folder_is_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "..", "/"):
+        assert not is_trace(Path(name))
+        with pytest.raises(TraceError, match="a folder"):
+            Trace(name)
+
+
+def test_cancelled_reads_are_counted_and_have_no_time(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t") as writer:
+        writer.read(0, 5, ReadClass.CANCELLED, 10**12, 0, 10**12 + 5, 0)
+    assert summarise(Trace(tmp_path / "t"))["reads"]["cancelled"] == {"count": 1}
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -96,7 +96,7 @@ def _summary(view: BenchView) -> str:
                 _label(key),
                 _spread(figures.get("prefill_tok_s")),
                 _spread(figures.get("decode_tok_s")),
-                _median(figures.get("decode_ms_median")),
+                _p50(view, key),
                 parts.percent(_median(figures.get("hit_rate"))),
                 _median(figures.get("stall_ms_per_token")),
                 _of(figures.get("decode_bytes_per_token"), parts.megabytes),
@@ -112,6 +112,13 @@ def _summary(view: BenchView) -> str:
     notes = "".join(f"<li>{escape(line)}</li>" for line in [*lines, *view.notes])
     table = parts.table(head, rows, "Medians; least to most of the rounds in brackets")
     return f'<figure>{table}<ul class="notes">{notes}</ul></figure>'
+
+
+def _p50(view: BenchView, key: tuple[str, str]) -> float | None:
+    """Of all counted tokens together, as in the table of latencies; results without them have a median a round."""
+    if key in view.latencies_ms:
+        return percentile(view.latencies_ms[key], 0.5)
+    return _median(view.sessions[key].get("decode_ms_median"))
 
 
 def _of(value: Figures | None, shown: Any) -> str | None:
@@ -207,13 +214,15 @@ def _percent(value: float) -> str:
 
 
 def _distinct(ledgers: Mapping[str, Figures]) -> dict[str, Figures]:
-    """One entry for variants that share a ledger."""
-    found: dict[str, Figures] = {}
-    for ledger in ledgers.values():
-        name = parts.gibibytes(ledger["budget_bytes"])
-        if all(ledger["slots"] != other["slots"] for other in found.values()):
-            found[name if name not in found else f"{name} ({len(found) + 1})"] = ledger
-    return found
+    """One entry for variants that share a ledger, by the first one's name and how many others there are."""
+    shared: list[tuple[list[str], Figures]] = []
+    for variant, ledger in ledgers.items():
+        same = next((names for names, other in shared if other["slots"] == ledger["slots"]), None)
+        if same is None:
+            shared.append(([variant], ledger))
+        else:
+            same.append(variant)
+    return {names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""): ledger for names, ledger in shared}
 
 
 def _provenance(view: BenchView) -> str:

@@ -11,8 +11,8 @@ ENTRIES = (
     ("process_bytes", "libraries", "c7"),
     ("dense_bytes", "dense weights", "c1"),
     ("kv_bytes", "KV cache", "c3"),
-    ("prefix_bytes", "kept prefixes", "c3"),
-    ("grammar_bytes", "grammars", "c5"),
+    ("prefix_bytes", "kept prefixes", "c8"),
+    ("grammar_bytes", "grammars", "c9"),
     ("slots_bytes", "expert slots", "c2"),
     ("ring_bytes", "prefill ring", "c4"),
     ("scratch_bytes", "scratch", "c5"),
@@ -48,5 +48,5 @@ def ledger_figure(ledgers: Mapping[str, Mapping[str, Any]]) -> str:
         for name, ledger in ledgers.items()
     ]
     lead = "Every byte that the process may hold. Slots keep experts between tokens."
-    legend = parts.legend([(kind, words) for _, words, kind in ENTRIES])
+    legend = parts.legend([(kind, words) for _, words, kind in entries])
     return parts.figure("Memory ledger", draw, parts.table(head, lines), lead, legend)

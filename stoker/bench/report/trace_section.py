@@ -183,7 +183,8 @@ def _heat_map(view: TraceView) -> str:
     picture = (
         f'<div class="heat">{_image(by_use, pixels, "by-use", "Uses of each expert, most used first, a row a layer")}'
         f"{_image(strength, pixels, 'by-id', 'Uses of each expert by id, a row a layer', hidden=True)}"
-        f'<p class="reading" aria-live="polite">One row a layer ({view.layers[0]} at the top), one column an expert; '
+        f'<p class="reading" aria-live="polite">One row a layer ({view.layers[0]} at the top), one column an expert, '
+        "sorted by use (the button: by id); "
         f"the stronger, the more used (logarithmic, up to {uses.max():,} uses).</p>"
         f'<script type="application/json">{json.dumps(data, separators=(",", ":"))}</script></div>'
     )
