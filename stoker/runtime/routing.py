@@ -36,11 +36,19 @@ def attach_rule(model: PreTrainedModel, residency: Residency, rule: RoutingRule)
     for index, block in enumerate(blocks):
         streamed = block.experts.streamed
         streamed.index, streamed.rule = index, rule
+        if not _watches_gate(rule):
+            continue
         if block.router is not None and block.router_path is not None:
             ruled = RuledRouter(block.router, streamed, rule)
             model.set_submodule(block.router_path, ruled, strict=True)
         elif rule.wants_logits:
             raise _unknown(block, "the block has no router of its own")
+
+
+def _watches_gate(rule: RoutingRule) -> bool:
+    """Whether somebody must stand at the gates for the rule: it reads their logits, or can do without them. Where not,
+    they stay part of the native call."""
+    return rule.wants_logits or type(rule).needs_gate is not RoutingRule.needs_gate
 
 
 def detach_rule(model: PreTrainedModel) -> None:
