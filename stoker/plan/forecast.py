@@ -20,6 +20,7 @@ GATE_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
 LIKELY_SHARE = 0.5  # of a token's guesses that are read ahead
 STAGED_POLICY = "fifo"  # what the staged path does whatever policy is named
 PLAIN_BYTES = 4
+TOUCHES = 0.5  # of its time: the thread that uses slots for the first time ahead of the reads
 
 
 @dataclass(frozen=True)
@@ -202,33 +203,7 @@ def prefill(
     shape: ModelShape, machine: Machine, setting: Setting, routing: Routing, tokens: int, warm_share: float = 0.0
 ) -> PromptForecast:
     """A prompt of `tokens`, in chunks. `warm_share`: of the experts, in memory before (0: just loaded)."""
-    first = _prefill(shape, machine, setting, routing, tokens, warm_share, new_share(shape, machine, setting, 0.0))
-    still_new = new_share(shape, machine, setting, first.total_s)
-    return _prefill(shape, machine, setting, routing, tokens, warm_share, still_new)
-
-
-def new_share(shape: ModelShape, machine: Machine, setting: Setting, prompt_s: float) -> float:
-    """The share of the slots that a prompt right after loading finds untouched.
-
-    The thread that touches them works half of the time from the start of loading on (residency/touch.py), ring first,
-    then in the order in which a prompt of `prompt_s` comes to them.
-    """
-    slots_bytes = (setting.slots * shape.moe_layers + setting.ring_records) * shape.record_bytes
-    costs, rate = machine.profile.costs, machine.profile.first_use.bytes_s / 2
-    load_s = costs.load_s + shape.layers * costs.load_layer_s
-    load_s += machine.steady_s(shape.dense_bytes, shape.record_bytes, machine.profile.depth)
-    return 1 - min(1.0, load_s * rate / max(1.0, slots_bytes - rate * prompt_s))
-
-
-def _prefill(
-    shape: ModelShape,
-    machine: Machine,
-    setting: Setting,
-    routing: Routing,
-    tokens: int,
-    warm_share: float,
-    still_new: float,
-) -> PromptForecast:
+    still_new = new_share(shape, machine, setting)
     total_s = compute_s = read_s = read_bytes = 0.0
     kept = setting.slots if setting.path not in ("exact", "whole_layer") else 0.0
     done, resident, distinct = 0, warm_share * shape.experts, 0.0
@@ -260,6 +235,18 @@ class _Layer:
     total_s: float
 
 
+def new_share(shape: ModelShape, machine: Machine, setting: Setting) -> float:
+    """The share of the slots that a prompt right after loading finds untouched.
+
+    The thread that touches them works from the start of loading on (residency/touch.py), ring first.
+    """
+    slots_bytes = (setting.slots * shape.moe_layers + setting.ring_records) * shape.record_bytes
+    costs, rate = machine.profile.costs, TOUCHES * machine.profile.first_use.bytes_s
+    load_s = costs.load_s + shape.layers * costs.load_layer_s
+    load_s += machine.steady_s(shape.dense_bytes, shape.record_bytes, machine.profile.depth)
+    return 1 - min(1.0, load_s * rate / slots_bytes)
+
+
 def _chunk_layer(
     shape: ModelShape,
     machine: Machine,
@@ -272,8 +259,8 @@ def _chunk_layer(
 ) -> _Layer:
     """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds.
 
-    fresh: records that go to memory used for the first time. The reading thread waits for each (the read before it is
-    over by then, as a rule), and what finding memory and reading hold up of the computing is lost.
+    fresh: records that go to memory used for the first time. The reading thread waits for what the touching one has
+    not found yet, other reads land meanwhile, and what both hold up of the computing is lost.
     """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
@@ -286,9 +273,10 @@ def _chunk_layer(
     experts_s = chunk * shape.top_k * shape.expert_macs / rate_at(kernels.expert_macs_s, rows)
     depth = min(setting.depth or machine.profile.depth, setting.ring_records)
     read_s = machine.steady_s(missing * shape.record_bytes, shape.record_bytes, depth)
-    touch_s, held_s = machine.profile.first_use.takes_s(fresh * shape.record_bytes, dense_s + experts_s)
+    first_use = machine.profile.first_use
+    touch_s, held_s = first_use.takes_s(fresh * shape.record_bytes, dense_s + experts_s, 1 + TOUCHES)
     used_before_s = read_s * (missing - fresh) / missing if missing else 0.0
-    arrive_s = max(read_s, used_before_s + touch_s)
+    arrive_s = max(read_s, touch_s)
     record_s = arrive_s / missing if missing else 0.0
     through_ring = setting.path == "whole_layer" or (setting.path == "auto" and distinct > setting.slots)
     under_dense_s = min(dense_s, setting.ring_records * record_s) if through_ring else 0.0

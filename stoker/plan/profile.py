@@ -96,14 +96,14 @@ class FirstUse:
     holds: float
     alone_bytes_s: float
 
-    def takes_s(self, nbytes: float, compute_s: float) -> tuple[float, float]:
+    def takes_s(self, nbytes: float, compute_s: float, threads: float = 1.0) -> tuple[float, float]:
         """(how long finding so much memory takes, how long computing of `compute_s` is held up by it). Computing that
-        goes on all along is prolonged; what it leaves to find comes at the rate of a thread alone."""
+        goes on all along is prolonged; what it leaves to find comes at the rate of `threads` with nothing else."""
         beside_s = compute_s / max(1e-3, 1 - self.holds)
         beside_bytes = beside_s * self.bytes_s
         if nbytes <= beside_bytes:
             return nbytes / self.bytes_s, nbytes / self.bytes_s * self.holds
-        return beside_s + (nbytes - beside_bytes) / self.alone_bytes_s, beside_s - compute_s
+        return beside_s + (nbytes - beside_bytes) / (threads * self.alone_bytes_s), beside_s - compute_s
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.routing.rule import LayerInfo, RouteState, RoutingRule, Rows
 from stoker.routing.select import LayerRule, select
 from stoker.runtime.model import Options, Runtime, load
-from stoker.runtime.routing import layer_rule
+from stoker.runtime.routing import RuledRouter, layer_rule
 from stoker.runtime.skeleton import moe_blocks
 from stoker.runtime.step import Part
 from tests.runtime.conftest import Packer
@@ -66,6 +66,19 @@ class Watching(RoutingRule):
             span.state.tokens += span.last - span.first
 
 
+class Blind(Watching):
+    """The same routes, without a look at the logits."""
+
+    wants_logits = False
+
+    def route(
+        self, layer: int, rows: Rows, hidden_TD: Tensor, logits_TE: Tensor | None, index_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert logits_TE is None
+        self.seen.append((layer, rows))
+        return (index_TK + 1) % self.layers[layer].experts, torch.full_like(weights_TK, 0.5)
+
+
 @pytest.fixture(params=list(ARCHITECTURES))
 def runtime(request: pytest.FixtureRequest, packed: Packer) -> Iterator[tuple[Runtime, RouteRecorder]]:
     recorder = RouteRecorder()
@@ -101,6 +114,18 @@ def test_other_routes_give_other_logits_and_the_same_routes_the_same(packed: Pac
                 model.follow(rule)
             found.append(model.logits(ids))
     assert torch.equal(found[0], found[1]) and not torch.allclose(found[0], found[2], atol=1e-2)
+
+
+def test_a_rule_that_reads_no_logits_leaves_the_gates_where_they_are(packed: Packer) -> None:
+    ids, found = some_ids(1, 12), []
+    for rule in (Watching(), Blind()):
+        with load(packed("qwen3_moe", 4), Options(memory="8GiB", ctx_size=256)) as model:
+            model.follow(rule)
+            watched = [isinstance(block.router, RuledRouter) for block in moe_blocks(model.model)]
+            assert all(watched) if rule.wants_logits else not any(watched)
+            found.append(model.logits(ids))
+            assert [layer for layer, _ in rule.seen] == list(range(len(rule.layers)))
+    assert torch.equal(*found), "the same routes"
 
 
 def test_parts_of_several_sequences_are_told_apart(packed: Packer) -> None:
