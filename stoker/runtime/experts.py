@@ -150,6 +150,7 @@ class StreamedExperts:
             index_TK, weights_TK = self.rule.route(
                 self.index, self.step.rows, hidden_TD, logits_TE, index_TK, weights_TK
             )
+            weights_TK = weights_TK.to(torch.float32).contiguous()  # as the native call for one token wants them
         pairs = Pairs.of(index_TK)
         if len(index_TK) == 1:
             self.uses.single(pairs.experts)

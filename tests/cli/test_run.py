@@ -108,7 +108,7 @@ def test_refusals_come_before_heavy_work(store: Path, arguments: tuple[str, ...]
     ("arguments", "word"),
     [
         (("--top-p", "0.5", "--temperature", "0"), "top_p does nothing"),
-        (("--top-p", "1.5"), "top_p"),
+        (("--top-p", "1.5"), "--top-p"),
         (("--system", "x", "--raw"), "--system"),
         (("--max-tokens", "0"), "max-tokens"),
         (("--threads", "0"), "threads"),
