@@ -1,6 +1,7 @@
 """Several models in one budget: loaded when asked for, let go when idle or in the way, never more than the budget."""
 
 import asyncio
+import gc
 import re
 import subprocess
 import sys
@@ -177,8 +178,10 @@ def test_an_idle_model_makes_room_and_a_busy_one_does_not(tiny_store: Path) -> N
         assert await registry.get("a") is first
         await registry.get("b")
         assert loaded(registry) == {"a", "b"}
+        assert gc.get_freeze_count() > 100_000, "what is loaded is set apart from Python's collections"
         await registry.get("c")
         assert loaded(registry) == {"b", "c"}, "the one goes whose memory is enough; the small one stays"
+        assert gc.get_freeze_count() > 100_000, "and is so again after one has gone"
         entry = registry.find("c")
         entry.users += 1  # a request is at work
         began = time.monotonic()
@@ -195,7 +198,7 @@ def test_an_idle_model_makes_room_and_a_busy_one_does_not(tiny_store: Path) -> N
         assert registry.find("huge").error is not None and loaded(registry) == {"a"}
         assert all(limit <= registry.budget_bytes for limit in limits)
         await registry.close()
-        assert loaded(registry) == set()
+        assert loaded(registry) == set() and gc.get_freeze_count() == 0
         with pytest.raises(Closing):
             await registry.get("a")
 

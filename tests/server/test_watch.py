@@ -86,6 +86,8 @@ def test_metrics_of_memory_and_limits(server: Server) -> None:
     assert budget == 2**30 and sum(parts.values()) == budget and parts["slots"] > 0
     assert 0 < found[("stoker_process_resident_bytes",)] <= budget
     assert found[("stoker_process_resident_bytes",)] <= found[("stoker_process_peak_resident_bytes", "tiny")] <= budget
+    assert 0 < found[("stoker_process_allocated_bytes",)] <= budget
+    assert found[("stoker_process_python_blocks",)] > 100_000
     assert found[("stoker_requests_running_limit", "tiny")] == 2
     assert found[("stoker_requests_waiting_limit", "tiny")] == 3
     assert found[("stoker_requests_running", "tiny")] == found[("stoker_requests_waiting", "tiny")] == 0
