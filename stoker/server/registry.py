@@ -20,7 +20,7 @@ from stoker.errors import BudgetError, Closing
 from stoker.generate.price import GROWTH_BYTES, Price
 from stoker.server.errors import RequestError
 from stoker.server.held import current
-from stoker.server.memory import collect_and_trim, resident_bytes, set_apart, together, trim
+from stoker.server.memory import collect_and_trim, resident_bytes, set_apart, together
 from stoker.server.observe import Totals
 from stoker.server.service import Service
 from stoker.server.settings import Settings
@@ -270,7 +270,7 @@ class Registry:
             await asyncio.sleep(IDLE_CHECK_S)
             if time.monotonic() - trimmed_at > TRIM_S and not self.running:
                 trimmed_at = time.monotonic()
-                await asyncio.to_thread(trim)
+                await asyncio.to_thread(collect_and_trim)
             if self.keep_alive_s is not None:
                 await self.let_go_idle(self.keep_alive_s)
 

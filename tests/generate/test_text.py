@@ -1,7 +1,6 @@
 """Text out of tokens: pieces add up, characters stay whole, stop strings never leak, templates are safe."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -102,19 +101,31 @@ def test_special_tokens_are_silent_or_shown() -> None:
     assert "".join(loud.push(token) for token in ids) + loud.finish() == "<|im_start|>fox<|im_end|>"
 
 
-@pytest.mark.slow
+class CountingTokenizer:
+    """A tokenizer that counts the tokens it is asked to decode."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: bool) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
 @pytest.mark.parametrize("token", ["Ġfox", "\u0122"])
 def test_cost_grows_linearly(token: str) -> None:
-    """Twice the tokens, about twice the time; a detokenizer that decodes everything each time would take four."""
+    """Twice the tokens, twice the work; a detokenizer that decodes everything each time would do four times as much."""
     ident = _BYTE_LEVEL.convert_tokens_to_ids(token) or _BYTE_LEVEL.encode("the", add_special_tokens=False)[0]
 
-    def seconds(count: int) -> float:
-        start = time.thread_time()
-        pieces_of(_BYTE_LEVEL, [ident] * count)
-        return time.thread_time() - start
+    def work(count: int) -> int:
+        counting = CountingTokenizer(_BYTE_LEVEL)
+        detokenizer = Detokenizer(counting)
+        text = "".join([detokenizer.push(ident) for _ in range(count)] + [detokenizer.finish()])
+        assert text == _BYTE_LEVEL.decode([ident] * count)
+        return counting.decoded
 
-    seconds(200)
-    assert min(seconds(4000) for _ in range(3)) < 3.0 * min(seconds(2000) for _ in range(3))
+    assert work(4000) < 2.2 * work(2000)
+    assert work(2000) < 2000 * 64
 
 
 def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
