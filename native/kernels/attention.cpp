@@ -27,6 +27,7 @@ struct Workspace {
   Scratch mixed;                      // f32 [T, n_heads * head_dim]
   Scratch factors;                    // f32 [T, 2] norm factors of whole rows
   std::vector<Tile> tiles;
+  LowRankSum to_qkv, to_out;          // what adapters add
 };
 
 AttentionStatus check(const AttentionStep& s) {
@@ -60,8 +61,8 @@ void cut_tiles(const AttentionStep& s, int64_t max_tokens, std::vector<Tile>& ti
 // One call: the phases of a region in order. Every thread of the region runs run(); queues hand out what is uneven.
 class Block {
  public:
-  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, const AttentionAdded& added, Workspace& w)
-      : layer_(layer), step_(step), x_(x), out_(out), added_(added), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
+  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, std::span<const AdaptedRows> adapted, Workspace& w)
+      : layer_(layer), step_(step), x_(x), out_(out), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
     qkv_ = reinterpret_cast<float*>(w.qkv.reserve(step.T * stride_ * 4));
     mixed_ = reinterpret_cast<float*>(w.mixed.reserve(step.T * layer.q_width() * 4));
     factors_ = reinterpret_cast<float*>(w.factors.reserve(step.T * 2 * 4));
@@ -69,6 +70,7 @@ class Block {
     w.heads.prepare(encoding_of(layer.o), step.T, layer.o.cols);
     alone_ = work() < kAloneBytes;
     plan_attention();
+    plan_adapters(adapted);
   }
 
   void run(int thread, int n) {
@@ -79,13 +81,13 @@ class Block {
     pool().barrier();
     attend();
     pool().barrier();
-    if (added_.mixed != nullptr) {
-      const int64_t floats = step_.T * layer_.q_width(), from = floats * thread / n;
-      std::copy(mixed_ + from, mixed_ + floats * (thread + 1) / n, added_.mixed + from);
-    }
     w_.heads.encode(mixed_, layer_.q_width(), thread, n);
+    w_.to_out.down();
     pool().barrier();
     multiply_in_region(layer_.o, w_.heads.rows(), out_, layer_.o.rows, queues_[3]);
+    if (w_.to_out.empty()) return;
+    pool().barrier();
+    w_.to_out.up(thread, n);
   }
 
   bool alone() const { return alone_; }
@@ -122,6 +124,26 @@ class Block {
     while (tasks() < threads && heads_per_task_ > 1) heads_per_task_ = (heads_per_task_ + 1) / 2;
     n_tasks_ = tiles * layer_.n_kv_heads * chunks();
   }
+
+  void plan_adapters(std::span<const AdaptedRows> adapted) {
+    w_.to_qkv.clear(), w_.to_out.clear();
+    for (const AdaptedRows& rows : adapted) {
+      const int64_t first = rows.first, tokens = std::min(rows.last, step_.T) - first;
+      if (tokens <= 0) continue;
+      float* qkv = qkv_ + first * stride_;
+      const auto add_to_qkv = [&](const LowRank* pair, float* y) {
+        if (pair != nullptr) w_.to_qkv.add({pair, tokens, x_ + first * layer_.q.cols, layer_.q.cols, y, stride_});
+      };
+      add_to_qkv(rows.q, qkv);
+      add_to_qkv(rows.k, qkv + layer_.q.rows);
+      add_to_qkv(rows.v, qkv + layer_.q.rows + layer_.k.rows);
+      if (rows.o == nullptr) continue;
+      const int64_t in = layer_.q_width(), out = layer_.o.rows;
+      w_.to_out.add({rows.o, tokens, mixed_ + first * in, in, out_ + first * out, out});
+    }
+    w_.to_qkv.prepare(), w_.to_out.prepare();
+  }
+
   int64_t chunks() const { return (layer_.n_heads / layer_.n_kv_heads + heads_per_task_ - 1) / heads_per_task_; }
   int64_t tasks() const { return static_cast<int64_t>(w_.tiles.size()) * layer_.n_kv_heads * chunks(); }
 
@@ -137,10 +159,10 @@ class Block {
     multiply_in_region(layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_, queues_[0]);
     multiply_in_region(layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_, queues_[1]);
     multiply_in_region(layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_, queues_[2]);
+    w_.to_qkv.down();
     pool().barrier();
-    if (added_.qkv == nullptr) return;
-    const int64_t floats = step_.T * stride_;
-    for (int64_t i = floats * thread / n; i < floats * (thread + 1) / n; ++i) qkv_[i] += added_.qkv[i];
+    if (w_.to_qkv.empty()) return;
+    w_.to_qkv.up(thread, n);
     pool().barrier();
   }
 
@@ -226,7 +248,6 @@ class Block {
   const AttentionStep& step_;
   const float* x_;
   float* out_;
-  const AttentionAdded& added_;
   Workspace& w_;
   const AttentionOps& ops_;
   int64_t stride_;  // floats between tokens in qkv_
@@ -253,11 +274,11 @@ const AttentionOps& attention_ops() {
 }
 
 AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out,
-                                  const AttentionAdded& added) {
+                                  std::span<const AdaptedRows> adapted) {
   const AttentionStatus status = check(step);
   if (status != AttentionStatus::ok || step.T == 0) return status;
   thread_local Workspace workspace;
-  Block block(layer, step, x, out, added, workspace);
+  Block block(layer, step, x, out, adapted, workspace);
   pool().run([&](int thread, int n) { block.run(thread, n); }, block.alone());
   return block.overflowed() ? AttentionStatus::half_overflow : AttentionStatus::ok;
 }
