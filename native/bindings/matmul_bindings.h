@@ -57,11 +57,10 @@ inline Matrix make_matrix(const std::string& kind, int bits, int group, bool sca
   return m;
 }
 
-inline LowRank make_low_rank(uintptr_t a, bool a_is_bf16, int64_t inputs, const Matrix& b) {
-  if (a == 0 || inputs <= 0 || b.format == Format::affine || b.row_bias != nullptr) {
-    throw std::invalid_argument("a low-rank pair is two plain matrices");
-  }
-  return {pointer<const void>(a), a_is_bf16, inputs, b};
+inline LowRank make_low_rank(const Matrix& a, const Matrix& b) {
+  const auto plain = [](const Matrix& m) { return m.format != Format::affine && m.row_bias == nullptr; };
+  if (!plain(a) || !plain(b) || a.rows != b.cols) throw std::invalid_argument("a low-rank pair is two plain matrices that fit together");
+  return {a, b};
 }
 
 // `shape` comes with offsets in place of addresses; row_bias -1: none.
@@ -166,7 +165,7 @@ inline void bind_matmul(nanobind::module_& m) {
     stoker::matmul(w, pointer<const float>(x), T, pointer<float>(out));
   }, "matrix"_a, "x"_a, "T"_a, "out"_a, release());
   nb::class_<stoker::LowRank>(m, "LowRank");
-  m.def("make_low_rank", &stoker::make_low_rank, "a"_a, "a_is_bf16"_a, "inputs"_a, "b"_a);
+  m.def("make_low_rank", &stoker::make_low_rank, "a"_a, "b"_a);
   m.def("low_rank_add", [](const stoker::LowRank& pair, uintptr_t x, int64_t T, uintptr_t y) {
     stoker::low_rank_add(pair, pointer<const float>(x), T, pointer<float>(y));
   }, "pair"_a, "x"_a, "T"_a, "y"_a, release());

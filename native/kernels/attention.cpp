@@ -27,7 +27,7 @@ struct Workspace {
   Scratch mixed;                      // f32 [T, n_heads * head_dim]
   Scratch factors;                    // f32 [T, 2] norm factors of whole rows
   std::vector<Tile> tiles;
-  LowRankSum to_qkv, to_out;          // what adapters add
+  std::array<LowRankSum, 4> adapters; // what they add to q, k, v and o
 };
 
 AttentionStatus check(const AttentionStep& s) {
@@ -82,12 +82,9 @@ class Block {
     attend();
     pool().barrier();
     w_.heads.encode(mixed_, layer_.q_width(), thread, n);
-    w_.to_out.down();
+    w_.adapters[3].down(n);
     pool().barrier();
-    multiply_in_region(layer_.o, w_.heads.rows(), out_, layer_.o.rows, queues_[3]);
-    if (w_.to_out.empty()) return;
-    pool().barrier();
-    w_.to_out.up(thread, n);
+    multiply(3, layer_.o, w_.heads.rows(), out_, layer_.o.rows);
   }
 
   bool alone() const { return alone_; }
@@ -126,22 +123,19 @@ class Block {
   }
 
   void plan_adapters(std::span<const AdaptedRows> adapted) {
-    w_.to_qkv.clear(), w_.to_out.clear();
+    for (LowRankSum& sum : w_.adapters) sum.clear();
     for (const AdaptedRows& rows : adapted) {
       const int64_t first = rows.first, tokens = std::min(rows.last, step_.T) - first;
       if (tokens <= 0) continue;
-      float* qkv = qkv_ + first * stride_;
-      const auto add_to_qkv = [&](const LowRank* pair, float* y) {
-        if (pair != nullptr) w_.to_qkv.add({pair, tokens, x_ + first * layer_.q.cols, layer_.q.cols, y, stride_});
+      const auto add = [&](int which, const LowRank* pair, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+        if (pair != nullptr) w_.adapters[which].add({pair, tokens, x + first * x_stride, x_stride, y + first * y_stride, y_stride});
       };
-      add_to_qkv(rows.q, qkv);
-      add_to_qkv(rows.k, qkv + layer_.q.rows);
-      add_to_qkv(rows.v, qkv + layer_.q.rows + layer_.k.rows);
-      if (rows.o == nullptr) continue;
-      const int64_t in = layer_.q_width(), out = layer_.o.rows;
-      w_.to_out.add({rows.o, tokens, mixed_ + first * in, in, out_ + first * out, out});
+      add(0, rows.q, x_, layer_.q.cols, qkv_, stride_);
+      add(1, rows.k, x_, layer_.q.cols, qkv_ + layer_.q.rows, stride_);
+      add(2, rows.v, x_, layer_.q.cols, qkv_ + layer_.q.rows + layer_.k.rows, stride_);
+      add(3, rows.o, mixed_, layer_.q_width(), out_, layer_.o.rows);
     }
-    w_.to_qkv.prepare(), w_.to_out.prepare();
+    for (LowRankSum& sum : w_.adapters) sum.prepare();
   }
 
   int64_t chunks() const { return (layer_.n_heads / layer_.n_kv_heads + heads_per_task_ - 1) / heads_per_task_; }
@@ -155,15 +149,20 @@ class Block {
     for (int i = 0; i < 3; ++i) {
       if (input_of_[i] == i) w_.inputs[i].encode(x_, layer_.q.cols, thread, n);
     }
+    for (int i = 0; i < 3; ++i) w_.adapters[i].down(n);
     pool().barrier();
-    multiply_in_region(layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_, queues_[0]);
-    multiply_in_region(layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_, queues_[1]);
-    multiply_in_region(layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_, queues_[2]);
-    w_.to_qkv.down();
+    multiply(0, layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_);
+    multiply(1, layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_);
+    multiply(2, layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_);
     pool().barrier();
-    if (w_.to_qkv.empty()) return;
-    w_.to_qkv.up(thread, n);
-    pool().barrier();
+  }
+
+  // multiply_in_region, and what adapters add: a thread adds to the tiles that it has just written.
+  void multiply(int which, const Matrix& m, const EncodedRows& x, float* y, int64_t y_stride) {
+    for (int64_t first, last; take_run(queues_[which], m.tiles(), pool().size(), first, last);) {
+      multiply_tiles(m, x, 0, step_.T, first, last, y, y_stride);
+      w_.adapters[which].up(first, last);
+    }
   }
 
   float* query(int64_t t, int64_t head) const { return qkv_ + t * stride_ + head * layer_.q_head_stride(); }

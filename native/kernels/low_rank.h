@@ -1,28 +1,24 @@
 // y[t, :] += B (A x[t, :]): what a low-rank adapter adds beside a matrix that it leaves alone. Sums are f32.
 // A row of y depends on its rows of x and y and on the pair alone, bit for bit, whatever else is in the call and however
-// many threads there are: threads share rows of A and rows of B, never a sum. Instruction sets differ in the last bits.
+// many threads there are: A x is summed over chunks of columns whose bounds depend on nothing, and the chunks are added in
+// their order. Instruction sets differ in the last bits.
 // The caller owns pairs and rows. Must not know: adapters' names, attention, Python.
 //
 // Inside a larger region:  sum.clear();  sum.add(...) for each term;  sum.prepare() before it; then, on every thread,
-//   sum.down();  pool.barrier();  sum.up(thread, n) when y is complete;  pool.barrier() before y is read.
+//   sum.down(n);  pool.barrier();  sum.up(tile0, tile1) for the tiles of y's rows that this thread has completed.
 #pragma once
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "kernels/activations.h"
+#include "kernels/matmul.h"
 #include "kernels/matrix.h"
 
 namespace stoker {
 
 struct LowRank {
-  const void* a = nullptr;  // [rank, inputs], rows one after the other, bf16 or f32
-  bool a_is_bf16 = false;
-  int64_t inputs = 0;
-  Matrix b;                 // [outputs, rank], bf16 or f32, tile16
-
-  int64_t rank() const { return b.cols; }
-  int64_t outputs() const { return b.rows; }
+  Matrix a;  // [rank, inputs], bf16 or f32
+  Matrix b;  // [outputs, rank], bf16 or f32
 };
 
 // Rows of x and y are `stride` floats apart.
@@ -35,30 +31,31 @@ struct LowRankTerm {
   int64_t y_stride = 0;
 };
 
-// Terms that are added in the same two phases. No two of them may share a row of y.
+// The terms of one y: pairs of equal outputs for different tokens.
 class LowRankSum {
  public:
   void clear();
   void add(const LowRankTerm& term);
   void prepare();
-  bool empty() const { return terms_.empty(); }
-  void down();                  // A x of all terms, into scratch
-  void up(int thread, int n);   // B times that, added to y
+  void down(int n_threads);                       // A x of all terms, into scratch; every thread does its share
+  void up(int64_t tile0, int64_t tile1) const;    // rows [16 tile0, 16 tile1) of B times that, added to y
 
  private:
   struct Planned {
     LowRankTerm term;
-    int64_t low;        // where its [tokens, rank] begin in the scratch
+    int64_t parts;      // A x is left as the sums of so many runs of chunks
+    int64_t low;        // where its [parts, tokens, rank in whole tiles] begin in the scratch
     int64_t last_unit;  // of its work in down(), exclusive
   };
   void down_unit(const Planned& planned, int64_t unit) const;
   float* low(const Planned& planned) const { return reinterpret_cast<float*>(low_.data()) + planned.low; }
+  const float* summed(const Planned& planned) const;
 
   std::vector<Planned> terms_;
   Scratch low_;
   int64_t floats_ = 0;
   int64_t units_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  TileQueue queue_;
 };
 
 // x [T, inputs], y [T, outputs], dense.

@@ -11,15 +11,10 @@ namespace {
 
 struct Vector {
   static constexpr int width = 16;
-  static constexpr int down_tokens = 2;  // tokens whose sums fit the registers together, beside 4 rows or one tile
-  static constexpr int up_tokens = 8;
+  static constexpr int tokens = 4;  // of a panel: four sums for each must fit the registers
   __m512 v;
   static Vector set1(float x) { return {_mm512_set1_ps(x)}; }
   static Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static Vector load_bf16(const uint16_t* p) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
-  }
   static Vector load_low(const uint32_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
   static Vector load_high(const uint32_t* p) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
@@ -27,8 +22,6 @@ struct Vector {
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   static Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
   static Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-  static float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-  float reduce_add() const { return _mm512_reduce_add_ps(v); }
 };
 
 #include "kernels/low_rank_body.h"

@@ -1,128 +1,107 @@
 // The products of a low-rank pair for any vector type V. Included by low_rank_<isa>.cpp only, inside an anonymous namespace.
-// Panels of rows and tokens share loads; each (row, token) has sums of its own, in an order that no panel changes.
+// Tokens of a panel share the weights; each (row, token) has sums of its own, in an order that no panel changes: column c
+// goes to sum c % 4, and the sums are added in pairs.
 #pragma once
 
+constexpr int kTile = 16;
+constexpr int kSums = 4;
+constexpr int kAhead = 2048;  // bytes: small matrices end before the hardware has seen that they are streams
+
+template <class V>
+struct Lanes {
+  static constexpr int count = kTile / V::width;
+  V v[count];
+};
+
+// The weights of column c of a tile; odd: whether c is.
 template <class V, bool kBf16>
-inline V load_weights(const void* a, int64_t i) {
-  if constexpr (kBf16) {
-    return V::load_bf16(static_cast<const uint16_t*>(a) + i);
-  } else {
-    return V::load(static_cast<const float*>(a) + i);
+inline Lanes<V> column(const char* tile, int64_t c, bool odd) {
+  Lanes<V> lanes;
+  for (int i = 0; i < Lanes<V>::count; ++i) {
+    if constexpr (kBf16) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(tile) + c / 2 * kTile + i * V::width;
+      lanes.v[i] = odd ? V::load_high(words) : V::load_low(words);
+    } else {
+      lanes.v[i] = V::load(reinterpret_cast<const float*>(tile) + c * kTile + i * V::width);
+    }
+  }
+  return lanes;
+}
+
+template <class V, bool kBf16, int kTokens>
+inline void add_column(const char* tile, int64_t c, int sum, const float* x, int64_t x_stride, Lanes<V> (&sums)[kTokens][kSums]) {
+  const Lanes<V> weights = column<V, kBf16>(tile, c, sum % 2 == 1);
+  for (int t = 0; t < kTokens; ++t) {
+    const V value = V::set1(x[t * x_stride + c]);
+    for (int i = 0; i < Lanes<V>::count; ++i) sums[t][sum].v[i] = V::fma(weights.v[i], value, sums[t][sum].v[i]);
   }
 }
 
-template <bool kBf16>
-inline float weight_at(const void* a, int64_t i) {
-  if constexpr (kBf16) {
-    return __builtin_bit_cast(float, static_cast<uint32_t>(static_cast<const uint16_t*>(a)[i]) << 16);
-  } else {
-    return static_cast<const float*>(a)[i];
+// result[t] = sum over c in [0, cols) of tile[c] * x[t, c]
+template <class V, bool kBf16, int kTokens>
+inline void sum_tile(const char* tile, int64_t cols, const float* x, int64_t x_stride, Lanes<V> (&result)[kTokens]) {
+  Lanes<V> sums[kTokens][kSums];
+  for (auto& of_token : sums) {
+    for (Lanes<V>& lanes : of_token) {
+      for (V& v : lanes.v) v = V::set1(0.0f);
+    }
   }
-}
-
-// Even and odd vectors of columns have a sum each; then the columns that fill no two vectors, one by one.
-template <class V, bool kBf16, int kRows, int kTokens>
-inline void down_panel(const DownTask& task, int64_t row, int64_t token) {
-  const float* x = task.x + token * task.x_stride;
-  V sums[kRows][kTokens][2];
-  for (auto& of_row : sums) {
-    for (auto& of_token : of_row) of_token[0] = of_token[1] = V::set1(0.0f);
-  }
+  constexpr int kBytes = kSums * kTile * (kBf16 ? 2 : 4);
   int64_t c = 0;
-  for (; c + 2 * V::width <= task.inputs; c += 2 * V::width) {
-    for (int half = 0; half < 2; ++half) {
-      const int64_t at = c + half * V::width;
-      V columns[kTokens];
-      for (int t = 0; t < kTokens; ++t) columns[t] = V::load(x + t * task.x_stride + at);
-      for (int r = 0; r < kRows; ++r) {
-        const V weights = load_weights<V, kBf16>(task.a, (row + r) * task.inputs + at);
-        for (int t = 0; t < kTokens; ++t) sums[r][t][half] = V::fma(weights, columns[t], sums[r][t][half]);
-      }
-    }
+  for (; c + kSums <= cols; c += kSums) {
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(tile + c / kSums * kBytes + line + kAhead);
+    for (int sum = 0; sum < kSums; ++sum) add_column<V, kBf16, kTokens>(tile, c + sum, sum, x, x_stride, sums);
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int t = 0; t < kTokens; ++t) {
-      float sum = V::add(sums[r][t][0], sums[r][t][1]).reduce_add();
-      for (int64_t i = c; i < task.inputs; ++i) {
-        sum = V::fma(weight_at<kBf16>(task.a, (row + r) * task.inputs + i), x[t * task.x_stride + i], sum);
-      }
-      task.low[(token + t) * task.low_stride + row + r] = sum;
+  for (int sum = 0; c < cols; ++c, ++sum) add_column<V, kBf16, kTokens>(tile, c, sum, x, x_stride, sums);
+  for (int t = 0; t < kTokens; ++t) {
+    for (int i = 0; i < Lanes<V>::count; ++i) {
+      result[t].v[i] = V::add(V::add(sums[t][0].v[i], sums[t][1].v[i]), V::add(sums[t][2].v[i], sums[t][3].v[i]));
     }
   }
 }
 
-template <class V, bool kBf16, int kRows>
-inline void down_rows(const DownTask& task, int64_t row) {
+template <class V>
+inline void add_to(float* y, const Lanes<V>& lanes, int64_t rows) {
+  if (rows >= kTile) {
+    for (int i = 0; i < Lanes<V>::count; ++i) V::add(V::load(y + i * V::width), lanes.v[i]).store(y + i * V::width);
+    return;
+  }
+  float last[kTile];
+  for (int i = 0; i < Lanes<V>::count; ++i) lanes.v[i].store(last + i * V::width);
+  for (int64_t i = 0; i < rows; ++i) y[i] += last[i];
+}
+
+template <class V, bool kBf16, int kTokens>
+inline void down_panel(const DownTask& task, int64_t token) {
+  Lanes<V> sums[kTokens];
+  sum_tile<V, kBf16, kTokens>(static_cast<const char*>(task.a), task.cols, task.x + token * task.x_stride, task.x_stride, sums);
+  for (int t = 0; t < kTokens; ++t) {
+    float* low = task.low + (token + t) * task.low_stride;
+    if (task.add) {
+      add_to(low, sums[t], kTile);
+    } else {
+      for (int i = 0; i < Lanes<V>::count; ++i) sums[t].v[i].store(low + i * V::width);
+    }
+  }
+}
+
+template <class V, bool kBf16>
+inline void down_tile(const DownTask& task) {
   int64_t t = 0;
-  for (; t + V::down_tokens <= task.tokens; t += V::down_tokens) down_panel<V, kBf16, kRows, V::down_tokens>(task, row, t);
-  for (; t < task.tokens; ++t) down_panel<V, kBf16, kRows, 1>(task, row, t);
+  for (; t + V::tokens <= task.tokens; t += V::tokens) down_panel<V, kBf16, V::tokens>(task, t);
+  for (; t < task.tokens; ++t) down_panel<V, kBf16, 1>(task, t);
 }
 
 template <class V>
 void down(const DownTask& task) {
-  int64_t row = 0;
-  for (; row + 4 <= task.rows; row += 4) {
-    if (task.is_bf16) {
-      down_rows<V, true, 4>(task, row);
-    } else {
-      down_rows<V, false, 4>(task, row);
-    }
-  }
-  for (; row < task.rows; ++row) {
-    if (task.is_bf16) {
-      down_rows<V, true, 1>(task, row);
-    } else {
-      down_rows<V, false, 1>(task, row);
-    }
-  }
-}
-
-constexpr int kTile = 16;
-
-template <class V, int kTokens>
-inline void multiply_add(V weights, const float* low, int64_t low_stride, int lane, V (&sums)[kTokens][kTile / V::width]) {
-  for (int t = 0; t < kTokens; ++t) sums[t][lane] = V::fma(weights, V::set1(low[t * low_stride]), sums[t][lane]);
-}
-
-// 16 rows of B: the ranks in order.
-template <class V, bool kBf16, int kTokens>
-inline void sum_tile(const UpTask& task, const char* tile, const float* low, V (&sums)[kTokens][kTile / V::width]) {
-  constexpr int kLanes = kTile / V::width;
-  for (auto& of_token : sums) {
-    for (V& sum : of_token) sum = V::set1(0.0f);
-  }
-  if constexpr (kBf16) {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(tile);
-    int64_t r = 0;
-    for (; r + 2 <= task.rank; r += 2, words += kTile) {
-      for (int i = 0; i < kLanes; ++i) multiply_add<V, kTokens>(V::load_low(words + i * V::width), low + r, task.low_stride, i, sums);
-      for (int i = 0; i < kLanes; ++i) multiply_add<V, kTokens>(V::load_high(words + i * V::width), low + r + 1, task.low_stride, i, sums);
-    }
-    if (r == task.rank) return;
-    for (int i = 0; i < kLanes; ++i) multiply_add<V, kTokens>(V::load_low(words + i * V::width), low + r, task.low_stride, i, sums);
-  } else {
-    const float* weights = reinterpret_cast<const float*>(tile);
-    for (int64_t r = 0; r < task.rank; ++r, weights += kTile) {
-      for (int i = 0; i < kLanes; ++i) multiply_add<V, kTokens>(V::load(weights + i * V::width), low + r, task.low_stride, i, sums);
-    }
-  }
+  task.is_bf16 ? down_tile<V, true>(task) : down_tile<V, false>(task);
 }
 
 template <class V, bool kBf16, int kTokens>
 inline void up_panel(const UpTask& task, const char* tile, int64_t row, int64_t token) {
-  constexpr int kLanes = kTile / V::width;
-  V sums[kTokens][kLanes];
-  sum_tile<V, kBf16, kTokens>(task, tile, task.low + token * task.low_stride, sums);
-  for (int t = 0; t < kTokens; ++t) {
-    float* y = task.y + (token + t) * task.y_stride + row;
-    if (row + kTile <= task.rows) {
-      for (int i = 0; i < kLanes; ++i) V::add(V::load(y + i * V::width), sums[t][i]).store(y + i * V::width);
-    } else {
-      float last[kTile];
-      for (int i = 0; i < kLanes; ++i) sums[t][i].store(last + i * V::width);
-      for (int64_t i = 0; i < task.rows - row; ++i) y[i] += last[i];
-    }
-  }
+  Lanes<V> sums[kTokens];
+  sum_tile<V, kBf16, kTokens>(tile, task.rank, task.low + token * task.low_stride, task.low_stride, sums);
+  for (int t = 0; t < kTokens; ++t) add_to(task.y + (token + t) * task.y_stride + row, sums[t], task.rows - row);
 }
 
 template <class V, bool kBf16>
@@ -131,16 +110,12 @@ inline void up_tiles(const UpTask& task) {
   const char* tile = static_cast<const char*>(task.b);
   for (int64_t row = 0; row < task.rows; row += kTile, tile += tile_bytes) {
     int64_t t = 0;
-    for (; t + V::up_tokens <= task.tokens; t += V::up_tokens) up_panel<V, kBf16, V::up_tokens>(task, tile, row, t);
+    for (; t + V::tokens <= task.tokens; t += V::tokens) up_panel<V, kBf16, V::tokens>(task, tile, row, t);
     for (; t < task.tokens; ++t) up_panel<V, kBf16, 1>(task, tile, row, t);
   }
 }
 
 template <class V>
 void up(const UpTask& task) {
-  if (task.is_bf16) {
-    up_tiles<V, true>(task);
-  } else {
-    up_tiles<V, false>(task);
-  }
+  task.is_bf16 ? up_tiles<V, true>(task) : up_tiles<V, false>(task);
 }

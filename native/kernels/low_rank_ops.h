@@ -4,11 +4,11 @@
 
 namespace stoker {
 
-// low[t, r] = sum over c of a[r, c] * x[t, c]
+// Columns [0, cols) of one tile of A: low[t, i] = or += sum over c of a[i, c] * x[t, c], for its 16 rows i.
 struct DownTask {
-  const void* a;  // [rows, inputs]
-  bool is_bf16;
-  int64_t rows, inputs;
+  const void* a;
+  bool is_bf16, add;
+  int64_t cols;
   const float* x;
   int64_t x_stride, tokens;
   float* low;
@@ -17,7 +17,7 @@ struct DownTask {
 
 // y[t, o] += sum over r of b[o, r] * low[t, r]
 struct UpTask {
-  const void* b;  // tile16, from the first row's tile on; the first row begins a tile
+  const void* b;  // from the first row's tile on; the first row begins a tile
   bool is_bf16;
   int64_t rows, rank;
   const float* low;

@@ -7,12 +7,10 @@ namespace {
 
 using Floats = float __attribute__((vector_size(16)));
 using Words = uint32_t __attribute__((vector_size(16)));
-using Halves = uint16_t __attribute__((vector_size(8)));
 
 struct Vector {
   static constexpr int width = 4;
-  static constexpr int down_tokens = 1;  // tokens whose sums fit the registers together, beside 4 rows or one tile
-  static constexpr int up_tokens = 2;
+  static constexpr int tokens = 1;  // of a panel: four sums for each must fit the registers
   Floats v;
   template <class T, class From>
   static T read(const From* p) {
@@ -22,14 +20,11 @@ struct Vector {
   }
   static Vector set1(float x) { return {Floats{x, x, x, x}}; }
   static Vector load(const float* p) { return {read<Floats>(p)}; }
-  static Vector load_bf16(const uint16_t* p) { return {(Floats)(__builtin_convertvector(read<Halves>(p), Words) << 16)}; }
   static Vector load_low(const uint32_t* p) { return {(Floats)(read<Words>(p) << 16)}; }
   static Vector load_high(const uint32_t* p) { return {(Floats)(read<Words>(p) & 0xffff0000u)}; }
   void store(float* p) const { __builtin_memcpy(p, &v, sizeof v); }
   static Vector add(Vector a, Vector b) { return {a.v + b.v}; }
   static Vector fma(Vector a, Vector b, Vector c) { return {a.v * b.v + c.v}; }
-  static float fma(float a, float b, float c) { return a * b + c; }
-  float reduce_add() const { return (v[0] + v[2]) + (v[1] + v[3]); }
 };
 
 #include "kernels/low_rank_body.h"

@@ -14,18 +14,14 @@ from stoker.native.kernels import Matrix
 class LowRank:
     """A [R, inputs] and B [outputs, R]; holds their tensors alive.
 
-    a: bf16 or f32 [R, inputs], contiguous on the CPU. b: a bf16 or f32 Matrix of R columns, without a bias; its
-    activation_bits do not matter, A x is never rounded. ValueError for what does not fit.
+    Both are bf16 or f32 matrices without a bias; their activation_bits do not matter, x and A x are never rounded.
+    ValueError for what does not fit.
     """
 
-    def __init__(self, a_RD: Tensor, b: Matrix) -> None:
-        if a_RD.dtype not in (torch.bfloat16, torch.float32) or not a_RD.is_contiguous() or not a_RD.is_cpu:
-            raise ValueError(f"a: expected contiguous cpu bf16 or f32, got {a_RD.device.type} {a_RD.dtype}")
-        if a_RD.dim() != 2 or a_RD.shape[0] != b.cols or a_RD.numel() == 0:
-            raise ValueError(f"a: expected [{b.cols}, inputs], got {list(a_RD.shape)}")
-        self.rank, self.inputs, self.outputs = b.cols, a_RD.shape[1], b.rows
-        self._held = (a_RD, b)
-        self.native = _kernels.make_low_rank(a_RD.data_ptr(), a_RD.dtype is torch.bfloat16, self.inputs, b.native)
+    def __init__(self, a: Matrix, b: Matrix) -> None:
+        self.rank, self.inputs, self.outputs = a.rows, a.cols, b.rows
+        self._held = (a, b)
+        self.native = _kernels.make_low_rank(a.native, b.native)
 
     def add(self, x_TD: Tensor, y_TO: Tensor) -> None:
         """y += B (A x) in place. x: f32 [T, inputs], y: f32 [T, outputs], contiguous; ValueError for others."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from stoker.adapter.lora import Lora, LoraPair
 from stoker.errors import AdapterError
 from stoker.native.attention import Adapted, Attention, Pairs
 from stoker.native.low_rank import LowRank
-from stoker.runtime.linear import QuantLinear, is_bf16, plain_matrix
+from stoker.runtime.linear import QuantLinear, plain_matrix, plain_spec
 from stoker.runtime.step import LoraRows
 
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}  # of an attention block
@@ -58,14 +57,8 @@ class AttentionLora:
 
 
 def lora_bytes(lora: Lora) -> int:
-    """What an adapter holds in memory, for the ledger. B lies in tiles of 16 rows, bf16 in pairs of columns."""
-    total = 0
-    for pair in lora.values():
-        b = _scaled(pair)
-        tall, even = -(-b.shape[0] // 16) * 16, -(-pair.rank // 2) * 2
-        total += pair.a.numel() * (2 if is_bf16(pair.a) else 4)
-        total += tall * (even * 2 if is_bf16(b) else pair.rank * 4)
-    return total
+    """What an adapter holds in memory, for the ledger."""
+    return sum(plain_spec(weight).codes_bytes for pair in lora.values() for weight in (pair.a, _scaled(pair)))
 
 
 def install_lora(model: nn.Module, step: Any, adapters: Mapping[str, Lora]) -> None:
@@ -105,9 +98,8 @@ def _install_block(attention: Any, path: str, name: str, pairs: Mapping[str, Lor
 
 
 def _native(pair: LoraPair) -> LowRank:
-    """The scale is inside B. Nothing is rounded: bf16 where all values are bf16's (half the bytes), else f32."""
-    a_RD = pair.a.to(torch.bfloat16 if is_bf16(pair.a) else torch.float32).contiguous()
-    return LowRank(a_RD, plain_matrix(_scaled(pair)))
+    """The scale is inside B. Nothing is rounded."""
+    return LowRank(plain_matrix(pair.a), plain_matrix(_scaled(pair)))
 
 
 def _scaled(pair: LoraPair) -> Tensor:

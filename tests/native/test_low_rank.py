@@ -47,7 +47,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
         self.a, self.b = (torch.randn(shape, generator=generator) for shape in ((rank, inputs), (outputs, rank)))
         self.a, self.b = (w.bfloat16().float() if short else w for w, short in zip((self.a, self.b), bf16, strict=True))
-        self.pair = LowRank(self.a.bfloat16() if bf16[0] else self.a, plain_matrix(self.b))
+        self.pair = LowRank(plain_matrix(self.a), plain_matrix(self.b))
 
     def added(self, x_TD: Tensor, y_TO: Tensor) -> Tensor:
         y_TO = y_TO.clone()
@@ -81,7 +81,6 @@ def test_the_sum_of_the_products(
     # Elements near zero are differences of large terms: errors are measured by the sum of their magnitudes.
     size = y.double().abs() + x.double().abs() @ case.a.double().abs().T @ case.b.double().abs().T
     assert ((got - want).abs() / size).max() < 2e-6
-    assert relative(got, want) < 2e-6
 
 
 @pytest.mark.parametrize("bf16", [(True, True), (False, False)])
@@ -106,7 +105,7 @@ def test_zeros_add_nothing_and_infinities_pass(isa: str, bf16: tuple[bool, bool]
     x, y = rows(6, 70), rows(6, 37)
     assert torch.equal(case.added(torch.zeros_like(x), y), y)
     assert torch.equal(case.added(x[:0], y[:0]), y[:0])
-    silent = LowRank(case.a, plain_matrix(torch.zeros(37, 5)))
+    silent = LowRank(plain_matrix(case.a), plain_matrix(torch.zeros(37, 5)))
     still = y.clone()
     silent.add(x, still)
     assert torch.equal(still, y)
@@ -119,12 +118,14 @@ def test_zeros_add_nothing_and_infinities_pass(isa: str, bf16: tuple[bool, bool]
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    a, b = torch.randn(4, 32), plain_matrix(torch.randn(20, 4))
-    for bad_a in (a.double(), a.T, torch.randn(5, 32), torch.randn(4), a[:, :0]):
-        with pytest.raises(ValueError):
-            LowRank(bad_a, b)
-    with pytest.raises(ValueError):
-        LowRank(a, plain_matrix(torch.randn(20, 4), torch.randn(20)))
+    a, b = plain_matrix(torch.randn(4, 32)), plain_matrix(torch.randn(20, 4))
+    affine, _, _ = random_matrix(20, 32, WeightFormat("affine", 4, 32, "bf16"), np.random.default_rng(0))
+    for bad_a, bad_b in (
+        (b, a), (a, plain_matrix(torch.randn(20, 5))), (a, plain_matrix(torch.randn(20, 4), torch.randn(20))),
+        (plain_matrix(torch.randn(32, 16)), affine),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="plain"):
+            LowRank(bad_a, bad_b)
     pair, x, y = LowRank(a, b), torch.randn(3, 32), torch.randn(3, 20)
     for bad_x, bad_y in (
         (x.double(), y),
@@ -155,7 +156,7 @@ def some_pairs(layer: Layer, names: str = "qkvo", rank: int = 6, seed: int = 0) 
     cases = {name: Case(rank, *shapes[name], bf16=(True, name != "v"), seed=seed + ord(name)) for name in names}
     for case in cases.values():  # so that the sums stay of the size of what they are added to
         case.b = case.b * 0.03125
-        case.pair = LowRank(case.a, plain_matrix(case.b))
+        case.pair = LowRank(plain_matrix(case.a), plain_matrix(case.b))
     return cases
 
 
@@ -247,6 +248,3 @@ def test_a_block_refuses_pairs_that_do_not_fit() -> None:
     for spans in ([(-1, 2)], [(0, 2), (1, 3)], [(4, 3)]):
         with pytest.raises(ValueError, match="row"):
             Adapted(layer.block, [(*span, Pairs(q=q)) for span in spans])
-    affine, _, _ = random_matrix(20, 32, WeightFormat("affine", 4, 32, "bf16"), np.random.default_rng(0))
-    with pytest.raises(ValueError, match="plain"):
-        LowRank(torch.randn(32, 16), affine)
