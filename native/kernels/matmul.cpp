@@ -37,8 +37,8 @@ void store(const Matrix& m, const float* acc, int64_t n_tokens, int64_t tile, fl
 
 }  // namespace
 
-// Runs are long at first, because a thread that starts a new stream
-// of weights waits for the memory, and shorten to one unit, so that all threads end together.
+// Runs are long at first, because a thread that starts a new stream of weights waits for the memory, and shorten to one
+// unit, so that all threads end together.
 bool take_run(TileQueue& queue, int64_t units, int n_threads, int64_t& first, int64_t& last) {
   first = queue.next.load(std::memory_order_relaxed);
   do {
