@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 
 #include <optional>
+#include <span>
 #include <stdexcept>
+#include <vector>
 
 #include "kernels/attention.h"
 #include "kernels/layer_front.h"
@@ -14,6 +16,15 @@
 namespace stoker {
 
 constexpr int64_t kReleaseGilFloats = 1 << 14;  // a few microseconds of work; below, another thread may take the GIL for longer
+
+// Which rows of a step take which pairs. The pairs are Python's: they outlive it.
+struct Adapted {
+  std::vector<AdaptedRows> rows;
+};
+
+inline std::span<const AdaptedRows> rows_of(const Adapted* adapted) {
+  return adapted == nullptr ? std::span<const AdaptedRows>() : std::span<const AdaptedRows>(adapted->rows);
+}
 
 template <class F>
 void call_outside_gil_if(bool large, F&& f) {
@@ -93,23 +104,27 @@ inline void bind_attention(nanobind::module_& m) {
                                  reinterpret_cast<const int32_t*>(start_of_seq)};
       });
 
+  nb::class_<Adapted>(m, "Adapted")
+      .def(nb::init<>())
+      .def("append", [](Adapted& self, int64_t first, int64_t last, const LowRank* q, const LowRank* k, const LowRank* v, const LowRank* o) {
+        if (first < 0 || first > last) throw std::invalid_argument("rows must be a range that begins at 0 or later");
+        self.rows.push_back({first, last, q, k, v, o});
+      }, "first"_a, "last"_a, "q"_a.none(), "k"_a.none(), "v"_a.none(), "o"_a.none());
+
   nb::class_<AttentionLayer>(m, "AttentionLayer")
-      .def("forward", [](const AttentionLayer& layer, const AttentionStep& step, uintptr_t x, uintptr_t out) {
-        return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out)));
-      }, "step"_a, "x"_a, "out"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("forward_added", [](const AttentionLayer& layer, const AttentionStep& step, uintptr_t x, uintptr_t out, uintptr_t qkv,
-                               uintptr_t mixed) {
-        const AttentionAdded added{reinterpret_cast<const float*>(qkv), reinterpret_cast<float*>(mixed)};
-        return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), added));
-      }, "step"_a, "x"_a, "out"_a, "qkv"_a, "mixed"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("forward", [](const AttentionLayer& layer, const AttentionStep& step, uintptr_t x, uintptr_t out, const Adapted* adapted) {
+        return static_cast<int>(attention_forward(layer, step, reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out),
+                                                  rows_of(adapted)));
+      }, "step"_a, "x"_a, "out"_a, "adapted"_a.none(), nb::call_guard<nb::gil_scoped_release>())
       .def("scratch_bytes", [](const AttentionLayer& layer, int64_t T) { return attention_scratch_bytes(layer, T); }, "T"_a);
   nb::class_<LayerFront>(m, "LayerFront")
       .def("forward", [](const LayerFront& layer, const AttentionStep& step, uintptr_t x, uintptr_t hidden, uintptr_t normed,
-                         uintptr_t logits, uintptr_t weights, uintptr_t experts) {
+                         uintptr_t logits, uintptr_t weights, uintptr_t experts, const Adapted* adapted) {
         const FrontResults out{reinterpret_cast<float*>(hidden), reinterpret_cast<float*>(normed), reinterpret_cast<float*>(logits),
                                reinterpret_cast<float*>(weights), reinterpret_cast<int64_t*>(experts)};
-        return static_cast<int>(layer_front(layer, step, reinterpret_cast<const float*>(x), out));
-      }, "step"_a, "x"_a, "hidden"_a, "normed"_a, "logits"_a, "weights"_a, "experts"_a, nb::call_guard<nb::gil_scoped_release>());
+        return static_cast<int>(layer_front(layer, step, reinterpret_cast<const float*>(x), out, rows_of(adapted)));
+      }, "step"_a, "x"_a, "hidden"_a, "normed"_a, "logits"_a, "weights"_a, "experts"_a, "adapted"_a.none(),
+         nb::call_guard<nb::gil_scoped_release>());
   m.def("make_front", &make_front, "attention"_a, "before"_a, "before_eps"_a, "before_offset"_a, "after"_a, "after_eps"_a,
         "after_offset"_a, "router"_a.none(), "top_k"_a, "renormalise"_a);
   m.def("make_attention", &make_attention, "q"_a, "k"_a, "v"_a, "o"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rotary_dim"_a,

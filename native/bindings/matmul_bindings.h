@@ -15,6 +15,7 @@
 #include "kernels/experts.h"
 #include "kernels/gather.h"
 #include "kernels/layer_front.h"
+#include "kernels/low_rank.h"
 #include "kernels/matmul.h"
 #include "kernels/thread_pool.h"
 
@@ -54,6 +55,12 @@ inline Matrix make_matrix(const std::string& kind, int bits, int group, bool sca
   m.biases = pointer<const uint16_t>(biases);
   m.row_bias = pointer<const float>(row_bias);
   return m;
+}
+
+inline LowRank make_low_rank(const Matrix& a, const Matrix& b) {
+  const auto plain = [](const Matrix& m) { return m.format != Format::affine && m.row_bias == nullptr; };
+  if (!plain(a) || !plain(b) || a.rows != b.cols) throw std::invalid_argument("a low-rank pair is two plain matrices that fit together");
+  return {a, b};
 }
 
 // `shape` comes with offsets in place of addresses; row_bias -1: none.
@@ -157,6 +164,11 @@ inline void bind_matmul(nanobind::module_& m) {
   m.def("matmul", [](const stoker::Matrix& w, uintptr_t x, int64_t T, uintptr_t out) {
     stoker::matmul(w, pointer<const float>(x), T, pointer<float>(out));
   }, "matrix"_a, "x"_a, "T"_a, "out"_a, release());
+  nb::class_<stoker::LowRank>(m, "LowRank");
+  m.def("make_low_rank", &stoker::make_low_rank, "a"_a, "b"_a);
+  m.def("low_rank_add", [](const stoker::LowRank& pair, uintptr_t x, int64_t T, uintptr_t y) {
+    stoker::low_rank_add(pair, pointer<const float>(x), T, pointer<float>(y));
+  }, "pair"_a, "x"_a, "T"_a, "y"_a, release());
   m.def("gather_rows", &stoker::gather_checked, "matrix"_a, "ids"_a, "n"_a, "out"_a, release());
 
   nb::class_<stoker::PlacedMatrix>(m, "PlacedMatrix");

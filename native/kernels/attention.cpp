@@ -27,6 +27,7 @@ struct Workspace {
   Scratch mixed;                      // f32 [T, n_heads * head_dim]
   Scratch factors;                    // f32 [T, 2] norm factors of whole rows
   std::vector<Tile> tiles;
+  std::array<LowRankSum, 4> adapters; // what they add to q, k, v and o
 };
 
 AttentionStatus check(const AttentionStep& s) {
@@ -60,8 +61,8 @@ void cut_tiles(const AttentionStep& s, int64_t max_tokens, std::vector<Tile>& ti
 // One call: the phases of a region in order. Every thread of the region runs run(); queues hand out what is uneven.
 class Block {
  public:
-  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, const AttentionAdded& added, Workspace& w)
-      : layer_(layer), step_(step), x_(x), out_(out), added_(added), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
+  Block(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out, std::span<const AdaptedRows> adapted, Workspace& w)
+      : layer_(layer), step_(step), x_(x), out_(out), w_(w), ops_(attention_ops()), stride_(layer.q.rows + layer.k.rows + layer.v.rows) {
     qkv_ = reinterpret_cast<float*>(w.qkv.reserve(step.T * stride_ * 4));
     mixed_ = reinterpret_cast<float*>(w.mixed.reserve(step.T * layer.q_width() * 4));
     factors_ = reinterpret_cast<float*>(w.factors.reserve(step.T * 2 * 4));
@@ -69,6 +70,7 @@ class Block {
     w.heads.prepare(encoding_of(layer.o), step.T, layer.o.cols);
     alone_ = work() < kAloneBytes;
     plan_attention();
+    plan_adapters(adapted);
   }
 
   void run(int thread, int n) {
@@ -79,13 +81,10 @@ class Block {
     pool().barrier();
     attend();
     pool().barrier();
-    if (added_.mixed != nullptr) {
-      const int64_t floats = step_.T * layer_.q_width(), from = floats * thread / n;
-      std::copy(mixed_ + from, mixed_ + floats * (thread + 1) / n, added_.mixed + from);
-    }
     w_.heads.encode(mixed_, layer_.q_width(), thread, n);
+    w_.adapters[3].down(n);
     pool().barrier();
-    multiply_in_region(layer_.o, w_.heads.rows(), out_, layer_.o.rows, queues_[3]);
+    multiply(3, layer_.o, w_.heads.rows(), out_, layer_.o.rows);
   }
 
   bool alone() const { return alone_; }
@@ -122,6 +121,23 @@ class Block {
     while (tasks() < threads && heads_per_task_ > 1) heads_per_task_ = (heads_per_task_ + 1) / 2;
     n_tasks_ = tiles * layer_.n_kv_heads * chunks();
   }
+
+  void plan_adapters(std::span<const AdaptedRows> adapted) {
+    for (LowRankSum& sum : w_.adapters) sum.clear();
+    for (const AdaptedRows& rows : adapted) {
+      const int64_t first = rows.first, tokens = std::min(rows.last, step_.T) - first;
+      if (tokens <= 0) continue;
+      const auto add = [&](int which, const LowRank* pair, const float* x, int64_t x_stride, float* y, int64_t y_stride) {
+        if (pair != nullptr) w_.adapters[which].add({pair, tokens, x + first * x_stride, x_stride, y + first * y_stride, y_stride});
+      };
+      add(0, rows.q, x_, layer_.q.cols, qkv_, stride_);
+      add(1, rows.k, x_, layer_.q.cols, qkv_ + layer_.q.rows, stride_);
+      add(2, rows.v, x_, layer_.q.cols, qkv_ + layer_.q.rows + layer_.k.rows, stride_);
+      add(3, rows.o, mixed_, layer_.q_width(), out_, layer_.o.rows);
+    }
+    for (LowRankSum& sum : w_.adapters) sum.prepare();
+  }
+
   int64_t chunks() const { return (layer_.n_heads / layer_.n_kv_heads + heads_per_task_ - 1) / heads_per_task_; }
   int64_t tasks() const { return static_cast<int64_t>(w_.tiles.size()) * layer_.n_kv_heads * chunks(); }
 
@@ -133,15 +149,20 @@ class Block {
     for (int i = 0; i < 3; ++i) {
       if (input_of_[i] == i) w_.inputs[i].encode(x_, layer_.q.cols, thread, n);
     }
+    for (int i = 0; i < 3; ++i) w_.adapters[i].down(n);
     pool().barrier();
-    multiply_in_region(layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_, queues_[0]);
-    multiply_in_region(layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_, queues_[1]);
-    multiply_in_region(layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_, queues_[2]);
+    multiply(0, layer_.q, w_.inputs[input_of_[0]].rows(), qkv_, stride_);
+    multiply(1, layer_.k, w_.inputs[input_of_[1]].rows(), qkv_ + layer_.q.rows, stride_);
+    multiply(2, layer_.v, w_.inputs[input_of_[2]].rows(), qkv_ + layer_.q.rows + layer_.k.rows, stride_);
     pool().barrier();
-    if (added_.qkv == nullptr) return;
-    const int64_t floats = step_.T * stride_;
-    for (int64_t i = floats * thread / n; i < floats * (thread + 1) / n; ++i) qkv_[i] += added_.qkv[i];
-    pool().barrier();
+  }
+
+  // multiply_in_region, and what adapters add: a thread adds to the tiles that it has just written.
+  void multiply(int which, const Matrix& m, const EncodedRows& x, float* y, int64_t y_stride) {
+    for (int64_t first, last; take_run(queues_[which], m.tiles(), pool().size(), first, last);) {
+      multiply_tiles(m, x, 0, step_.T, first, last, y, y_stride);
+      w_.adapters[which].up(first, last);
+    }
   }
 
   float* query(int64_t t, int64_t head) const { return qkv_ + t * stride_ + head * layer_.q_head_stride(); }
@@ -226,7 +247,6 @@ class Block {
   const AttentionStep& step_;
   const float* x_;
   float* out_;
-  const AttentionAdded& added_;
   Workspace& w_;
   const AttentionOps& ops_;
   int64_t stride_;  // floats between tokens in qkv_
@@ -253,11 +273,11 @@ const AttentionOps& attention_ops() {
 }
 
 AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out,
-                                  const AttentionAdded& added) {
+                                  std::span<const AdaptedRows> adapted) {
   const AttentionStatus status = check(step);
   if (status != AttentionStatus::ok || step.T == 0) return status;
   thread_local Workspace workspace;
-  Block block(layer, step, x, out, added, workspace);
+  Block block(layer, step, x, out, adapted, workspace);
   pool().run([&](int thread, int n) { block.run(thread, n); }, block.alone());
   return block.overflowed() ? AttentionStatus::half_overflow : AttentionStatus::ok;
 }

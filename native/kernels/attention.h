@@ -3,7 +3,9 @@
 // Must not know: sequences' lives, block allocation, Python.
 #pragma once
 #include <cstdint>
+#include <span>
 
+#include "kernels/low_rank.h"
 #include "kernels/matrix.h"
 
 namespace stoker {
@@ -55,17 +57,20 @@ enum class AttentionStatus : int {
   bad_block = 4,       // a negative block number within a sequence's positions; nothing was computed
 };
 
-// What a caller adds to a block's projections: low-rank adapters live outside of it.
-struct AttentionAdded {
-  const float* qkv = nullptr;  // [T, rows of q + k + v], added to the projections before norms and rotation; or null
-  float* mixed = nullptr;      // [T, n_heads * head_dim], where to leave the heads' outputs (o's input); or null
+// What tokens [first, last) of a step add to the block's projections; null: nothing. `last` may lie past the step.
+struct AdaptedRows {
+  int64_t first = 0, last = 0;
+  const LowRank* q = nullptr;
+  const LowRank* k = nullptr;
+  const LowRank* v = nullptr;
+  const LowRank* o = nullptr;
 };
 
-// x [T, D], out [T, rows of o]; dense f32. out may not be x.
+// x [T, D], out [T, rows of o]; dense f32. out may not be x. adapted: no token twice.
 AttentionStatus attention_forward(const AttentionLayer& layer, const AttentionStep& step, const float* x, float* out,
-                                  const AttentionAdded& added = {});
+                                  std::span<const AdaptedRows> adapted = {});
 
-// Scratch of the calling thread for T tokens, the encoded activations of the projections not counted.
+// Scratch of the calling thread for T tokens, the encoded activations of the projections and adapters not counted.
 int64_t attention_scratch_bytes(const AttentionLayer& layer, int64_t T);
 
 }  // namespace stoker

@@ -24,10 +24,11 @@ void add_rows(const float* a, const float* b, int64_t n, float* out) {
   pool().run([&](int thread, int threads) { range(n * thread / threads, n * (thread + 1) / threads); });
 }
 
-AttentionStatus layer_front(const LayerFront& layer, const AttentionStep& step, const float* x, const FrontResults& out) {
+AttentionStatus layer_front(const LayerFront& layer, const AttentionStep& step, const float* x, const FrontResults& out,
+                            std::span<const AdaptedRows> adapted) {
   const int64_t T = step.T, D = layer.attention.q.cols;
   apply(layer.before, x, T, D, out.normed);
-  const AttentionStatus status = attention_forward(layer.attention, step, out.normed, out.hidden);
+  const AttentionStatus status = attention_forward(layer.attention, step, out.normed, out.hidden, adapted);
   if (status != AttentionStatus::ok) return status;
   add_rows(x, out.hidden, T * D, out.hidden);
   apply(layer.after, out.hidden, T, D, out.normed);

@@ -3,6 +3,7 @@
 // weights, cache and results. Must not know: experts, sequences' lives, Python.
 #pragma once
 #include <cstdint>
+#include <span>
 
 #include "kernels/attention.h"
 #include "kernels/matrix.h"
@@ -32,7 +33,8 @@ struct FrontResults {
 };
 
 // x [T, D], no result is x. What is written on a status other than ok means nothing.
-AttentionStatus layer_front(const LayerFront& layer, const AttentionStep& step, const float* x, const FrontResults& out);
+AttentionStatus layer_front(const LayerFront& layer, const AttentionStep& step, const float* x, const FrontResults& out,
+                            std::span<const AdaptedRows> adapted = {});
 
 // out[i] = a[i] + b[i]; out may be either.
 void add_rows(const float* a, const float* b, int64_t n, float* out);

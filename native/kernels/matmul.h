@@ -17,6 +17,9 @@ struct TileQueue {
   alignas(64) std::atomic<int64_t> next{0};
 };
 
+// Takes the next run [first, last) of the queue's units; false when none is left. n_threads take from it.
+bool take_run(TileQueue& queue, int64_t units, int n_threads, int64_t& first, int64_t& last);
+
 // Weight bytes of m, weighed by the arithmetic of T rows: to be compared with kAloneBytes.
 int64_t multiply_work(const Matrix& m, int64_t T);
 

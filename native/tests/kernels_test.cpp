@@ -1,5 +1,6 @@
 // Row invariance, bounds and threads of the quantised kernels, for the sanitizers: every buffer is exactly as long as the
 // layout says, so that a read or write past an end is seen. Values are checked against a plain dequantised sum.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include "kernels/experts.h"
 #include "kernels/gather.h"
 #include "kernels/half.h"
+#include "kernels/low_rank.h"
 #include "kernels/matmul.h"
 #include "kernels/thread_pool.h"
 
@@ -225,6 +227,45 @@ void test_pool() {
   check(total == 3 * 100 * p.size(), "a region ran on too few threads", "pool");
 }
 
+// Buffers as long as the shapes say; a token alone has the bits that it has among others, on one thread and on three.
+void test_low_rank(const char* isa) {
+  std::mt19937 rng(7);
+  std::normal_distribution<float> normal;
+  for (Format format : {Format::bf16, Format::f32}) {
+    for (auto [rank, inputs, outputs, T] : {std::array<int64_t, 4>{16, 544, 96, 1}, {1, 1, 1, 2}, {5, 257, 17, 40}, {33, 70, 100, 17}}) {
+      const Weights a = make_weights(format, 0, 0, rank, inputs, rng), b = make_weights(format, 0, 0, outputs, rank, rng);
+      const LowRank pair{a.m, b.m};
+      std::vector<float> x(static_cast<size_t>(T * inputs)), y(static_cast<size_t>(T * outputs));
+      for (float& value : x) value = normal(rng);
+      for (float& value : y) value = normal(rng);
+      std::vector<float> alone = y;
+      pool().resize(1);
+      for (int64_t t = 0; t < T; ++t) low_rank_add(pair, x.data() + t * inputs, 1, alone.data() + t * outputs);
+      for (int threads : {1, 3}) {
+        std::vector<float> together = y;
+        pool().resize(threads);
+        low_rank_add(pair, x.data(), T, together.data());
+        check(std::memcmp(together.data(), alone.data(), alone.size() * sizeof(float)) == 0, "low-rank rows depend on the call", isa);
+      }
+      for (int64_t t = 0; t < T; ++t) {
+        for (int64_t o = 0; o < outputs; ++o) {
+          double sum = y[static_cast<size_t>(t * outputs + o)], size = std::fabs(sum);
+          for (int64_t r = 0; r < rank; ++r) {
+            double low = 0, low_size = 0;
+            for (int64_t c = 0; c < inputs; ++c) {
+              const double term = double(a.dense[static_cast<size_t>(r * inputs + c)]) * x[static_cast<size_t>(t * inputs + c)];
+              low += term, low_size += std::fabs(term);
+            }
+            const double weight = b.dense[static_cast<size_t>(o * rank + r)];
+            sum += weight * low, size += std::fabs(weight) * low_size;
+          }
+          check(std::fabs(alone[static_cast<size_t>(t * outputs + o)] - sum) <= 2e-6 * size, "low-rank sums", isa);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -236,6 +277,7 @@ int main() {
     }
     test_matmul(isa);
     test_experts(isa);
+    test_low_rank(isa);
     std::printf("%s: done\n", isa);
   }
   return failures == 0 ? 0 : 1;

@@ -28,6 +28,12 @@ def make_matrix(
     activation_bits: int,
 ) -> Matrix: ...
 def matmul(matrix: Matrix, x: int, T: int, out: int) -> None: ...
+
+class LowRank:
+    pass
+
+def make_low_rank(a: Matrix, b: Matrix) -> LowRank: ...
+def low_rank_add(pair: LowRank, x: int, T: int, y: int) -> None: ...
 def gather_rows(matrix: Matrix, ids: int, n: int, out: int) -> None: ...
 
 class PlacedMatrix:
@@ -74,14 +80,27 @@ class AttentionStep:
         /,
     ) -> None: ...
 
+class Adapted:
+    def __init__(self) -> None: ...
+    def append(
+        self, first: int, last: int, q: LowRank | None, k: LowRank | None, v: LowRank | None, o: LowRank | None
+    ) -> None: ...
+
 class AttentionLayer:
-    def forward(self, step: AttentionStep, x: int, out: int) -> int: ...
-    def forward_added(self, step: AttentionStep, x: int, out: int, qkv: int, mixed: int) -> int: ...
+    def forward(self, step: AttentionStep, x: int, out: int, adapted: Adapted | None) -> int: ...
     def scratch_bytes(self, T: int) -> int: ...
 
 class LayerFront:
     def forward(
-        self, step: AttentionStep, x: int, hidden: int, normed: int, logits: int, weights: int, experts: int
+        self,
+        step: AttentionStep,
+        x: int,
+        hidden: int,
+        normed: int,
+        logits: int,
+        weights: int,
+        experts: int,
+        adapted: Adapted | None,
     ) -> int: ...
 
 def make_front(

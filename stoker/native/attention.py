@@ -7,12 +7,16 @@ Keys and values are IEEE half in pages of 64 tokens (native/kernels/kv.h): block
 [n_kv, 64, head_dim].
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from stoker.errors import OptionError, StokerError
 from stoker.native import _kernels
 from stoker.native.kernels import Matrix
+from stoker.native.low_rank import LowRank
 
 KV_BLOCK_TOKENS = 64
 _OK, _HALF_OVERFLOW, _BAD_SEQUENCE, _BAD_POSITION, _BAD_BLOCK = range(5)  # AttentionStatus
@@ -67,6 +71,15 @@ def topk_softmax(logits_TE: Tensor, k: int, renormalise: bool) -> tuple[Tensor, 
     return weights, experts
 
 
+class Pairs(NamedTuple):
+    """What an adapter adds to a block: q, k and v to the projections of its input, o to that of the heads' outputs."""
+
+    q: LowRank | None = None
+    k: LowRank | None = None
+    v: LowRank | None = None
+    o: LowRank | None = None
+
+
 class Attention:
     """One layer's attention block over a paged cache that `n_layers` layers share; holds its tensors alive.
 
@@ -110,7 +123,7 @@ class Attention:
             check_f32("sinks", sinks, (n_heads,))
         self.rotary_dim, self.width, self.out_width = rotary_dim, q.cols, o.rows
         self.projections = (q.rows, k.rows, v.rows)
-        self.projected_width, self.mixed_width = q.rows + k.rows + v.rows, n_heads * head_dim
+        self.mixed_width = n_heads * head_dim
         self._held = (q, k, v, o, q_norm, k_norm, sinks)
         self.native = _kernels.make_attention(
             q.native,
@@ -152,8 +165,7 @@ class Attention:
         pos_of_token: Tensor,
         start_of_seq: Tensor,
         out_TD: Tensor,
-        qkv_added: Tensor | None = None,
-        mixed: Tensor | None = None,
+        adapted: "Adapted | None" = None,
     ) -> None:
         """Append the keys and values of T tokens to the cache and write the block's output to `out` (not x).
 
@@ -162,8 +174,7 @@ class Attention:
         start_of_seq: int32 [B], the first position that a sequence's tokens see. A sequence's earlier positions are in
         the cache or in this call. The tensors that layers share are checked once a step: pass the same objects to every
         layer, and do not resize them in between.
-        qkv_added: f32 [T, rows of q, k and v], added to the projections. mixed: f32 [T, n_heads * head_dim], filled
-        with what o is applied to. Adapters use both.
+        adapted: which tokens take which pairs; made for this block.
         Raises ValueError (shapes, dtypes), IndexError (a sequence, position or block out of range; nothing was
         computed), StokerError (a finite key or value beyond half precision; out and the cache hold infinities).
         """
@@ -171,11 +182,8 @@ class Attention:
         self.check_step(step, x_TD)
         if out_TD.shape != (step.n_tokens, self.out_width) or out_TD.dtype is not _f32 or not out_TD.is_contiguous():
             check_f32("out", out_TD, (step.n_tokens, self.out_width))
-        if qkv_added is None and mixed is None:
-            status = self.native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr())
-        else:
-            status = self._forward_added(step, x_TD, out_TD, qkv_added, mixed)
-        check_status(status)
+        pairs = None if adapted is None else adapted.native
+        check_status(self.native.forward(step.native, x_TD.data_ptr(), out_TD.data_ptr(), pairs))
 
     def check_step(self, step: "Step", x_TD: Tensor) -> None:
         """ValueError unless x and the rotation fit this block."""
@@ -184,16 +192,28 @@ class Attention:
         if x_TD.shape != (step.n_tokens, self.width) or x_TD.dtype is not _f32 or not x_TD.is_contiguous():
             check_f32("x", x_TD, (step.n_tokens, self.width))
 
-    def _forward_added(
-        self, step: "Step", x_TD: Tensor, out_TD: Tensor, qkv_added: Tensor | None, mixed: Tensor | None
-    ) -> int:
-        for name, tensor, width in (("qkv_added", qkv_added, self.projected_width), ("mixed", mixed, self.mixed_width)):
-            if tensor is not None:
-                check_f32(name, tensor, (step.n_tokens, width))
-        if not hasattr(self.native, "forward_added"):
-            raise StokerError("the native extension is older than this code", remedy="build and install stoker again")
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (qkv_added, mixed)]
-        return self.native.forward_added(step.native, x_TD.data_ptr(), out_TD.data_ptr(), *addresses)
+
+class Adapted:
+    """The pairs of a step's tokens in one block: (first, last, pairs) for tokens [first, last), no token twice.
+
+    `last` may lie past the step. Holds the pairs alive. ValueError for pairs that do not fit the block.
+    """
+
+    def __init__(self, block: Attention, rows: Sequence[tuple[int, int, Pairs]]) -> None:
+        self._held = (block, tuple(rows))
+        self.native = _kernels.Adapted()
+        shapes = [(block.width, height) for height in block.projections] + [(block.mixed_width, block.out_width)]
+        end = 0
+        for first, last, pairs in sorted(rows, key=lambda row: row[:2]):
+            for name, pair, shape in zip(pairs._fields, pairs, shapes, strict=True):
+                if pair is not None and (pair.inputs, pair.outputs) != shape:
+                    raise ValueError(
+                        f"{name}: expected {shape[0]} in, {shape[1]} out, got {pair.inputs}, {pair.outputs}"
+                    )
+            if first < end:
+                raise ValueError(f"adapted: row {first} is before 0 or in two ranges")
+            end = last
+            self.native.append(first, last, *(None if pair is None else pair.native for pair in pairs))
 
 
 class Step:

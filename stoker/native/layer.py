@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.native import _kernels
-from stoker.native.attention import Attention, check_f32, check_status, step_of
+from stoker.native.attention import Adapted, Attention, check_f32, check_status, step_of
 from stoker.native.kernels import Matrix
 
 
@@ -73,6 +73,7 @@ class LayerFront:
         seq_of_token: Tensor,
         pos_of_token: Tensor,
         start_of_seq: Tensor,
+        adapted: Adapted | None = None,
     ) -> FrontResult:
         """x: f32 [T, D], contiguous, not changed; the others and the errors as in Attention.forward."""
         step = step_of(cos_TR, sin_TR, kv_base, block_table, seq_of_token, pos_of_token, start_of_seq)
@@ -89,6 +90,7 @@ class LayerFront:
             logits.data_ptr(),
             weights.data_ptr(),
             experts.data_ptr(),
+            None if adapted is None else adapted.native,
         )
         check_status(status)
         return FrontResult(hidden, normed, logits, weights, experts)

@@ -143,18 +143,12 @@ class FusedAttention(nn.Module):
         cos_TR, sin_TR = step.turn(position_embeddings)
         flat_TD = hidden_states.view(-1, hidden_states.shape[-1])
         out_TD = torch.empty_like(flat_TD)
-        added = None if self.lora is None or not step.lora else self.lora.begin(flat_TD, step.lora)
-        self.block.forward(
-            flat_TD,
-            cos_TR,
-            sin_TR,
-            *step.cache(),
-            out_TD,
-            *(added or ()),
-        )
-        if added is not None and self.lora is not None:
-            self.lora.end(added[1], out_TD, step.lora)
+        self.block.forward(flat_TD, cos_TR, sin_TR, *step.cache(), out_TD, self.adapted())
         return out_TD.view(hidden_states.shape), None
+
+    def adapted(self) -> attention.Adapted | None:
+        """What the step's LoRAs add in this block."""
+        return None if self.lora is None or not self.step.lora else self.lora.adapted(self.step.lora)
 
 
 def kv_shape(model: PreTrainedModel) -> KVShape | None:

@@ -2,8 +2,8 @@
 
     h = x + attention(before(x));   y = h + mlp(after(h))
 
-Computes what the parts compute, bit for bit, and hands over to them wherever somebody listens or steps in between:
-a rule in the gate's place, a hook on gate or experts, a LoRA in the step. Knows no store.
+Computes what the parts compute, bit for bit, LoRAs of the attention included, and leaves the route to the block
+wherever somebody listens or steps in between: a rule in the gate's place, a hook on gate or experts. Knows no store.
 """
 
 from __future__ import annotations
@@ -45,25 +45,17 @@ class FusedLayer(nn.Module):
         routes = type(self.mlp).__name__ in BLOCK_CLASSES and hasattr(gate, "router")
         self._routing_front = LayerFront(attention, before, after, gate.router) if routes else None
         # In a tuple: modules are found slowly by name, and these are not children under other names.
-        self._parts: tuple[Any, Any, Any] = (self.mlp, gate, getattr(self.mlp, "experts", None))
+        self._parts: tuple[Any, Any, Any, Any] = (self.self_attn, self.mlp, gate, getattr(self.mlp, "experts", None))
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        step = self.step
-        if step.lora:
-            return self._by_parts(hidden_states, position_embeddings)
+        step, (attention, block, gate, experts) = self.step, self._parts
         x_TD = hidden_states.view(-1, self._width)
-        shared = (*step.turn(position_embeddings), *step.cache())
-        block, gate, experts = self._parts
+        shared = (*step.turn(position_embeddings), *step.cache(), attention.adapted())
         if self._routing_front is not None and _alone(block, gate, experts):
             hidden_TD, normed_TD, _logits, weights_TK, index_TK = self._routing_front.forward(x_TD, *shared)
             return experts.streamed.add_to(hidden_TD, normed_TD, index_TK, weights_TK).view(hidden_states.shape)
         front = self._front.forward(x_TD, *shared)
         return front.hidden.view(hidden_states.shape) + block(front.normed.view(hidden_states.shape))
-
-    def _by_parts(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        added, _ = self.self_attn(self.input_layernorm(hidden_states), position_embeddings)
-        hidden_states = hidden_states + added
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 def _alone(block: Any, gate: Any, experts: Any) -> bool:

@@ -15,9 +15,14 @@ from stoker.quant.reference import quantize
 
 def plain_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix:
     """A matrix that rounds nothing: bf16 where its weights are bf16 values (half the bytes to read), else f32."""
-    spec = MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if is_bf16(weight) else "f32"))
+    spec = plain_spec(weight)
     parts = quantize(weight.to(torch.float32), spec.format)
     return Matrix(spec, *parts, row_bias=bias, activation_bits=16)
+
+
+def plain_spec(weight: Tensor) -> MatrixSpec:
+    """Of its plain_matrix."""
+    return MatrixSpec(weight.shape[0], weight.shape[1], WeightFormat("bf16" if is_bf16(weight) else "f32"))
 
 
 def is_bf16(weight: Tensor) -> bool:

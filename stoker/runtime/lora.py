@@ -1,7 +1,7 @@
 """LoRA beside quantised linears: y = W x + B (A x), never merged, each token with its own sequence's adapter.
 
-A token's result does not depend on which other adapters are in the step. Linears inside a native attention block are
-served by what is added to the block's projections and to its output. Knows modules and rows; files are the adapter's.
+A token's result does not depend on which other adapters are in the step. A native attention block takes its pairs
+into its own call. Knows modules and rows; files are the adapter's.
 """
 
 from __future__ import annotations
@@ -9,30 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stoker.adapter.lora import Lora, LoraPair
 from stoker.errors import AdapterError
-from stoker.native import kernels
-from stoker.runtime.linear import QuantLinear, is_bf16, plain_matrix
+from stoker.native.attention import Adapted, Attention, Pairs
+from stoker.native.low_rank import LowRank
+from stoker.runtime.linear import QuantLinear, plain_matrix, plain_spec
 from stoker.runtime.step import LoraRows
 
-RANK_MULTIPLE = 8  # ranks are padded with zeros to what the kernels like
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-
-
-class NativePair:
-    """B (A x) with the scale inside B: x float32 [T, in] -> float32 [T, out]."""
-
-    def __init__(self, a_RD: Tensor, b_OR: Tensor) -> None:
-        pad = -len(a_RD) % RANK_MULTIPLE
-        self.a = plain_matrix(F.pad(a_RD, (0, 0, 0, pad)).contiguous())
-        self.b = plain_matrix(F.pad(b_OR, (0, pad)).contiguous())
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return kernels.matmul(self.b, kernels.matmul(self.a, x_TD if x_TD.is_contiguous() else x_TD.contiguous()))
+PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}  # of an attention block
 
 
 class LoraLinear(nn.Module):
@@ -42,7 +28,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.linear, self.step = linear, step
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.pairs: dict[str, NativePair] = {}
+        self.pairs: dict[str, LowRank] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -50,50 +36,29 @@ class LoraLinear(nn.Module):
         for first, last, name in self.step.lora:
             pair = self.pairs.get(name)
             if pair is not None:
-                flat_TO[first:last] += pair(flat_TC[first:last])
+                pair.add(flat_TC[first:last].contiguous(), flat_TO[first:last])
         return y
 
 
 class AttentionLora:
-    """The adapters of one native attention block. qkv: A of q, k and v one above the other, B of each in its own rows
-    and columns; o: on the heads' outputs."""
+    """The adapters of one native attention block, by name."""
 
-    def __init__(self, projected_width: int, mixed_width: int) -> None:
-        self.projected_width, self.mixed_width = projected_width, mixed_width
-        self.qkv: dict[str, NativePair] = {}
-        self.o: dict[str, NativePair] = {}
+    def __init__(self, block: Attention) -> None:
+        self.block = block
+        self.pairs: dict[str, Pairs] = {}
+        self._last: tuple[Sequence[LoraRows], Adapted | None] = ((), None)
 
-    def begin(self, x_TD: Tensor, rows: Sequence[LoraRows]) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the projections [T, q + k + v], and where the block leaves its heads' outputs."""
-        added = None
-        for first, last, name in rows:
-            pair = self.qkv.get(name)
-            if pair is None:
-                continue
-            delta = pair(x_TD[first:last])
-            if last - first >= len(x_TD):
-                added = delta
-            else:
-                added = x_TD.new_zeros(len(x_TD), self.projected_width) if added is None else added
-                added[first:last] = delta
-        wants_mixed = any(name in self.o for _, _, name in rows)
-        return added, x_TD.new_empty(len(x_TD), self.mixed_width) if wants_mixed else None
-
-    def end(self, mixed_TQ: Tensor | None, out_TD: Tensor, rows: Sequence[LoraRows]) -> None:
-        for first, last, name in rows:
-            pair = self.o.get(name)
-            if pair is not None and mixed_TQ is not None:
-                out_TD[first:last] += pair(mixed_TQ[first:last])
+    def adapted(self, rows: Sequence[LoraRows]) -> Adapted | None:
+        """What the block adds in a step with these rows; None: nothing. Steps of an answer ask for the same again."""
+        if rows != self._last[0]:
+            found = [(first, last, self.pairs[name]) for first, last, name in rows if name in self.pairs]
+            self._last = rows, Adapted(self.block, found) if found else None
+        return self._last[1]
 
 
 def lora_bytes(lora: Lora) -> int:
-    """What an adapter holds in memory, for the ledger; B of q, k and v lie in one matrix with zeros between."""
-    total = 0
-    for path, pair in lora.items():
-        rank = -(-pair.rank // RANK_MULTIPLE) * RANK_MULTIPLE
-        columns = 3 * rank if path.rsplit(".", 1)[-1] in PROJECTIONS else rank
-        total += (pair.a.shape[1] * rank + pair.b.shape[0] * columns) * (2 if _exact(pair) else 4)
-    return total
+    """What an adapter holds in memory, for the ledger."""
+    return sum(plain_spec(weight).codes_bytes for pair in lora.values() for weight in (pair.a, _scaled(pair)))
 
 
 def install_lora(model: nn.Module, step: Any, adapters: Mapping[str, Lora]) -> None:
@@ -109,8 +74,8 @@ def install_lora(model: nn.Module, step: Any, adapters: Mapping[str, Lora]) -> N
                 if isinstance(module, QuantLinear):
                     module = LoraLinear(module, step)
                     model.set_submodule(path, module, strict=True)
-                module.pairs[name] = NativePair(pair.a, _scaled(pair))
-            elif hasattr(_find(model, parent), "block") and leaf in (*PROJECTIONS, "o_proj"):
+                module.pairs[name] = _native(pair)
+            elif hasattr(_find(model, parent), "block") and leaf in PROJECTIONS:
                 blocks.setdefault(parent, {})[leaf] = pair
             else:
                 raise AdapterError(
@@ -124,34 +89,21 @@ def install_lora(model: nn.Module, step: Any, adapters: Mapping[str, Lora]) -> N
 def _install_block(attention: Any, path: str, name: str, pairs: Mapping[str, LoraPair]) -> None:
     block = attention.block
     if attention.lora is None:
-        attention.lora = AttentionLora(block.projected_width, block.mixed_width)
-    heights = dict(zip(PROJECTIONS, block.projections, strict=True))
-    for leaf, pair in pairs.items():
-        shape = (block.mixed_width, block.out_width) if leaf == "o_proj" else (block.width, heights[leaf])
-        _check(f"{path}.{leaf}", pair, *shape)
-    if "o_proj" in pairs:
-        attention.lora.o[name] = NativePair(pairs["o_proj"].a, _scaled(pairs["o_proj"]))
-    inside = [leaf for leaf in PROJECTIONS if leaf in pairs]
-    if not inside:
-        return
-    a = torch.cat([pairs[leaf].a.float() for leaf in inside])
-    b = torch.zeros(block.projected_width, len(a))
-    row = column = 0
-    for leaf in PROJECTIONS:
+        attention.lora = AttentionLora(block)
+    shapes = [(block.width, height) for height in block.projections] + [(block.mixed_width, block.out_width)]
+    for leaf, shape in zip(PROJECTIONS, shapes, strict=True):
         if leaf in pairs:
-            rank = pairs[leaf].rank
-            b[row : row + heights[leaf], column : column + rank] = _scaled(pairs[leaf])
-            column += rank
-        row += heights[leaf]
-    attention.lora.qkv[name] = NativePair(a, b)
+            _check(f"{path}.{leaf}", pairs[leaf], *shape)
+    attention.lora.pairs[name] = Pairs(**{PROJECTIONS[leaf]: _native(pair) for leaf, pair in pairs.items()})
+
+
+def _native(pair: LoraPair) -> LowRank:
+    """The scale is inside B. Nothing is rounded."""
+    return LowRank(plain_matrix(pair.a), plain_matrix(_scaled(pair)))
 
 
 def _scaled(pair: LoraPair) -> Tensor:
     return pair.b.float() * pair.scale
-
-
-def _exact(pair: LoraPair) -> bool:
-    return is_bf16(pair.a) and is_bf16(_scaled(pair))
 
 
 def _find(model: nn.Module, path: str) -> nn.Module | None:

@@ -10,7 +10,7 @@ import torch
 from tile16 import aligned, to_tiles
 from torch import Tensor
 
-from stoker.native.attention import KV_BLOCK_TOKENS, Attention, kv_block_bytes
+from stoker.native.attention import KV_BLOCK_TOKENS, Adapted, Attention, kv_block_bytes
 from stoker.native.kernels import Matrix
 from stoker.quant.formats import MatrixSpec, WeightFormat
 
@@ -77,7 +77,12 @@ class Layer:
         return cos, sin
 
     def __call__(
-        self, x_TD: Tensor, seqs: Sequence[int], positions: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        x_TD: Tensor,
+        seqs: Sequence[int],
+        positions: Sequence[int],
+        starts: Sequence[int] | None = None,
+        adapted: Adapted | None = None,
     ) -> Tensor:
         """One step. The rotary position of a token is its distance from the start of its sequence."""
         starts = [0] * self.n_seqs if starts is None else list(starts)
@@ -85,7 +90,7 @@ class Layer:
         seq, pos, start = (torch.tensor(list(v), dtype=torch.int32) for v in (seqs, positions, starts))
         out = torch.full((len(positions), self.block.out_width), torch.nan)
         self.block.forward(
-            x_TD.contiguous(), *self.tables(turns), self.cache.address, self.cache.table, seq, pos, start, out
+            x_TD.contiguous(), *self.tables(turns), self.cache.address, self.cache.table, seq, pos, start, out, adapted
         )
         return out
 
