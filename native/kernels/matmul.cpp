@@ -22,17 +22,6 @@ int64_t tile_bytes(const Matrix& m) {
   return 1;
 }
 
-// Takes the next run of tiles; false when none is left. Runs are long at first, because a thread that starts a new stream
-// of weights waits for the memory, and shorten to one tile, so that all threads end together.
-bool take_run(TileQueue& queue, int64_t tiles, int n_threads, int64_t& first, int64_t& last) {
-  first = queue.next.load(std::memory_order_relaxed);
-  do {
-    if (first >= tiles) return false;
-    last = first + std::max<int64_t>(1, (tiles - first) / (2 * n_threads));
-  } while (!queue.next.compare_exchange_weak(first, last, std::memory_order_relaxed));
-  return true;
-}
-
 void store(const Matrix& m, const float* acc, int64_t n_tokens, int64_t tile, float* out, int64_t out_stride) {
   const int64_t row0 = tile * kTileRows, rows = std::min(kTileRows, m.rows - row0);
   for (int64_t t = 0; t < n_tokens; ++t) {
@@ -47,6 +36,15 @@ void store(const Matrix& m, const float* acc, int64_t n_tokens, int64_t tile, fl
 }
 
 }  // namespace
+
+bool take_run(TileQueue& queue, int64_t tiles, int n_threads, int64_t& first, int64_t& last) {
+  first = queue.next.load(std::memory_order_relaxed);
+  do {
+    if (first >= tiles) return false;
+    last = first + std::max<int64_t>(1, (tiles - first) / (2 * n_threads));
+  } while (!queue.next.compare_exchange_weak(first, last, std::memory_order_relaxed));
+  return true;
+}
 
 int64_t multiply_work(const Matrix& m, int64_t T) {
   return m.tiles() * tile_bytes(m) * (T + 3) / 4;  // four more rows cost as much arithmetic as one costs reading

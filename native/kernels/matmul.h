@@ -17,6 +17,10 @@ struct TileQueue {
   alignas(64) std::atomic<int64_t> next{0};
 };
 
+// Takes the next run of tiles; false when none is left. Runs are long at first, because a thread that starts a new stream
+// of weights waits for the memory, and shorten to one tile, so that all threads end together.
+bool take_run(TileQueue& queue, int64_t tiles, int n_threads, int64_t& first, int64_t& last);
+
 // Weight bytes of m, weighed by the arithmetic of T rows: to be compared with kAloneBytes.
 int64_t multiply_work(const Matrix& m, int64_t T);
 
