@@ -75,11 +75,11 @@ void second_part(const PrerouterHead& head, int64_t T, const EncodedRows& x, int
   }
 }
 
-// Runs part(tile0, tile1) over all tiles of m, on all threads where T tokens are worth waking them.
+// Runs part(tile0, tile1) over all tiles of m, on more threads than the caller's where T tokens are worth waking them.
 template <class Part>
 void over_tiles(const Matrix& m, int64_t T, Part&& part) {
   TileQueue queue;
-  pool().run([&](int, int n_threads) {
+  pool().share([&](int, int n_threads) {
     for (int64_t tile0, tile1; take_run(queue, m.tiles(), n_threads, tile0, tile1);) part(tile0, tile1);
   }, multiply_work(m, T) < kAloneBytes);
 }
