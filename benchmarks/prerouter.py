@@ -57,7 +57,7 @@ class FewerChoices(RouteReplay):
 
 
 class GivenRoutes:
-    """A bank whose heads are computed and whose answer is then a given route: the logits of its experts are raised."""
+    """A bank whose heads are computed and whose answer is then a given route, with the weights of the heads' own."""
 
     def __init__(self, bank: Bank, layers: list[LayerInfo]) -> None:
         self._bank, self._layer_after = bank, {info.layer: info.index + 1 for info in layers}
@@ -72,17 +72,15 @@ class GivenRoutes:
         """The next answer of every head is the route of this token."""
         self.routes_LTK, self._at = routes_LTK, dict.fromkeys(self.owners, token)
 
-    def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
-        logits_TE, first = self._bank.logits(owner, hidden_TD, used_TK, before_TK), self._at[owner]
-        self._at[owner] = first + len(logits_TE)
+    def route(
+        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        _, weights_TK = self._bank.route(owner, hidden_TD, used_TK, before_TK, rule, top_k)
+        first = self._at[owner]
+        self._at[owner] = first + len(weights_TK)
         routes_TK = self.routes_LTK[self._layer_after[owner]]
-        wanted = routes_TK[np.arange(first, first + len(logits_TE)) % len(routes_TK)]
-        # distinct and above every head's own tanh: these are chosen, in this order
-        order = torch.arange(wanted.shape[1], 0, -1, dtype=torch.float32).expand(wanted.shape)
-        return logits_TE.tanh().scatter_(1, torch.from_numpy(wanted), 2.0 + 0.1 * order)
-
-    def choose(self, logits_TE: Tensor, rule: LayerRule, top_k: int) -> tuple[Tensor, Tensor]:
-        return self._bank.choose(logits_TE, rule, top_k)
+        wanted = routes_TK[np.arange(first, first + len(weights_TK)) % len(routes_TK)]
+        return torch.from_numpy(wanted), weights_TK
 
 
 def uniform_routes(layers: int, experts: int, top_k: int) -> np.ndarray:

@@ -3,8 +3,10 @@
 
 #include "bindings/attention_bindings.h"
 #include "bindings/matmul_bindings.h"
+#include "bindings/prerouter_bindings.h"
 
 NB_MODULE(_kernels, m) {
   bind_matmul(m);
   bind_attention(m);
+  bind_prerouter(m);
 }

@@ -79,16 +79,18 @@ void matmul(const Matrix& m, const float* x, int64_t T, float* out) {
   acts.prepare(encoding_of(m), T, m.cols);
   kernels();  // an unusable STOKER_ISA throws here, not in a worker
   const bool alone = multiply_work(m, T) < kAloneBytes;
-  // A few rows are encoded before the workers have woken up; then nobody waits for them at a barrier.
-  const bool few = T * m.cols <= kFewColumns;
-  if (few) acts.encode(x, m.cols, 0, 1);
   TileQueue queue;
+  const auto multiply = [&] { multiply_in_region(m, acts.rows(), out, m.rows, queue); };
+  // A few rows are encoded before the workers have woken up; then nobody waits for them.
+  if (T * m.cols <= kFewColumns) {
+    acts.encode(x, m.cols, 0, 1);
+    pool().share([&](int, int) { multiply(); }, alone);
+    return;
+  }
   pool().run([&](int thread, int n_threads) {
-    if (!few) {
-      acts.encode(x, m.cols, thread, n_threads);
-      pool().barrier();
-    }
-    multiply_in_region(m, acts.rows(), out, m.rows, queue);
+    acts.encode(x, m.cols, thread, n_threads);
+    pool().barrier();
+    multiply();
   }, alone);
 }
 

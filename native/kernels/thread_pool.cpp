@@ -47,6 +47,12 @@ int default_threads() {
   return n ? static_cast<int>(n) : 1;
 }
 
+constexpr int kTicketBits = 16;
+
+uint64_t tickets_of(int epoch, int workers) {
+  return static_cast<uint64_t>(static_cast<uint32_t>(epoch)) << kTicketBits | static_cast<uint64_t>(workers);
+}
+
 std::atomic<ThreadPool*> instance{nullptr};
 
 // The parent's threads do not exist in the child, and its locks may be held for ever: the child starts over (the old pool leaks).
@@ -94,12 +100,23 @@ void ThreadPool::work(int thread, int n_threads, int seen_epoch) {
     await_change(epoch_, seen_epoch, kSpinsBetween);
     seen_epoch = epoch_.load(std::memory_order_acquire);
     if (stop_) return;
+    if (!enter(seen_epoch)) continue;
     call_(fn_, thread, n_threads);
     if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
   }
 }
 
-void ThreadPool::run_erased(Call call, void* fn, bool alone) {
+// Whether the region of this epoch may still be entered.
+bool ThreadPool::enter(int epoch) {
+  uint64_t left = tickets_.load(std::memory_order_acquire);
+  do {
+    if (left >> kTicketBits != static_cast<uint32_t>(epoch) || left == tickets_of(epoch, 0)) return false;
+  } while (!tickets_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+  return true;
+}
+
+void ThreadPool::run_erased(Call call, void* fn, Who who) {
+  const bool alone = who == Who::caller;
   if (in_region) {
     std::fputs("stoker: a parallel region was started inside a parallel region\n", stderr);
     std::abort();
@@ -113,10 +130,17 @@ void ThreadPool::run_erased(Call call, void* fn, bool alone) {
     call_ = call;
     fn_ = fn;
     running_.store(workers, std::memory_order_relaxed);
-    epoch_.fetch_add(1, std::memory_order_release);
+    const int epoch = static_cast<int>(static_cast<uint32_t>(epoch_.load(std::memory_order_relaxed)) + 1u);  // wraps
+    tickets_.store(tickets_of(epoch, workers), std::memory_order_release);
+    epoch_.store(epoch, std::memory_order_release);
     epoch_.notify_all();
   }
   call(fn, 0, workers + 1);
+  if (workers > 0 && who == Who::who_comes) {
+    const uint64_t closed = tickets_of(epoch_.load(std::memory_order_relaxed), 0);
+    const int absent = static_cast<int>(tickets_.exchange(closed, std::memory_order_acq_rel) - closed);
+    running_.fetch_sub(absent, std::memory_order_acq_rel);
+  }
   for (int left; workers > 0 && (left = running_.load(std::memory_order_acquire)) != 0;) await_change(running_, left, kSpinsInRegion);
   in_region = false;
 }

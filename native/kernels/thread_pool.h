@@ -32,7 +32,16 @@ class ThreadPool {
   void run(F&& fn, bool alone = false) {
     using Fn = std::remove_reference_t<F>;
     run_erased([](void* f, int thread, int n) { (*static_cast<Fn*>(f))(thread, n); },
-               const_cast<void*>(static_cast<const void*>(&fn)), alone);
+               const_cast<void*>(static_cast<const void*>(&fn)), alone ? Who::caller : Who::all);
+  }
+
+  // For work that is taken from a queue, without barriers: fn(thread, n_threads) on the caller, who returns only with the
+  // queue empty, and on the workers that come before that. A worker that is late (its core is busy) is not waited for.
+  template <class F>
+  void share(F&& fn, bool alone = false) {
+    using Fn = std::remove_reference_t<F>;
+    run_erased([](void* f, int thread, int n) { (*static_cast<Fn*>(f))(thread, n); },
+               const_cast<void*>(static_cast<const void*>(&fn)), alone ? Who::caller : Who::who_comes);
   }
 
   // Inside a region: no thread passes before all have arrived; writes before it are visible after it.
@@ -40,7 +49,9 @@ class ThreadPool {
 
  private:
   using Call = void (*)(void*, int, int);
-  void run_erased(Call call, void* fn, bool alone);
+  enum class Who { caller, all, who_comes };
+  void run_erased(Call call, void* fn, Who who);
+  bool enter(int epoch);
   void start_workers();
   void stop_workers();
   void work(int thread, int n_threads, int seen_epoch);
@@ -51,8 +62,9 @@ class ThreadPool {
   int region_threads_ = 1;           // threads of the running region
   Call call_ = nullptr;
   void* fn_ = nullptr;
-  bool stop_ = false;
+  std::atomic<bool> stop_{false};
   alignas(64) std::atomic<int> epoch_{0};       // incremented to start a region
+  alignas(64) std::atomic<uint64_t> tickets_{0};  // epoch, and how many workers may still enter its region (low 16 bits)
   alignas(64) std::atomic<int> running_{0};     // workers that have not finished the region
   alignas(64) std::atomic<int> arrived_{0};     // threads at the barrier
   alignas(64) std::atomic<int> generation_{0};  // incremented when a barrier opens

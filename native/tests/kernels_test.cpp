@@ -218,6 +218,19 @@ void test_pool() {
   int alone = 0;
   p.run([&](int thread, int n) { p.barrier(), alone += thread == 0 && n == 1; }, true);
   check(alone == 1, "a region of one thread ran on several", "pool");
+  for (int round = 0; round < 2000; ++round) {  // whoever comes late must find the region closed, and the next one open
+    if (round % 100 == 0) p.resize(round / 100 % 4 + 1);
+    std::atomic<int> next{0}, inside{0};
+    std::vector<int> done(32, 0);
+    p.share([&](int, int) {
+      ++inside;
+      for (int i; (i = next++) < 32;) done[static_cast<size_t>(i)] += 1;
+      --inside;
+    });
+    check(inside == 0 && done == std::vector<int>(32, 1), "shared work was lost, done twice or left by a thread inside", "pool");
+    if (round % 5 == 0) p.run([&](int, int) { ++inside, p.barrier(); });
+    check(round % 5 != 0 || inside == p.size(), "a region after a shared one ran on too few threads", "pool");
+  }
   std::atomic<int> total{0};
   std::vector<std::thread> callers;
   for (int c = 0; c < 3; ++c) {

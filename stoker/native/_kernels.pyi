@@ -136,3 +136,20 @@ def make_attention(
     window: int,
     sinks: int,
 ) -> AttentionLayer: ...
+
+class PrerouterHead:
+    def logits(self, hidden: int, used: int, before: int, T: int, K: int, logits: int) -> None: ...
+    def route(
+        self,
+        hidden: int,
+        used: int,
+        before: int,
+        T: int,
+        K: int,
+        top_k: int,
+        renormalise: bool,
+        weights: int,
+        experts: int,
+    ) -> None: ...
+
+def make_prerouter_head(dense: Matrix, out: Matrix, table: int, table_is_bf16: bool) -> PrerouterHead: ...

@@ -22,23 +22,23 @@ from stoker.routing.select import LayerRule, select
 
 
 class Bank(Protocol):
-    """The heads, by owner (a decoder layer). A row's logits depend on that row alone."""
+    """The heads, by owner (a decoder layer). A row's route depends on that row alone."""
 
     @property
     def owners(self) -> Sequence[int]: ...
 
-    def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
-        """float32 [T, E] for the next MoE layer and each token's successor; -1 in `before`: no predecessor."""
-
-    def choose(self, logits_TE: Tensor, rule: LayerRule, top_k: int) -> tuple[Tensor, Tensor]:
-        """`select`, perhaps faster."""
+    def route(
+        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Experts int64 and weights float32 [T, top_k] of the next MoE layer for each token's successor, by `rule`; -1
+        in `before`: no predecessor."""
 
 
 @dataclass
 class Predictions(RouteState):
     """One sequence: how far it is, and the routes of its next token.
 
-    gated: how many of its leading tokens the gates routed. used: per owner, the experts int64 [K] of the last token.
+    gated: how many of its leading tokens the gates routed. used: per owner, the experts int64 [1, K] of the last token.
     ready: per consumer, experts and weights [1, K] for token `length`; either is empty where it is not known.
     """
 
@@ -146,6 +146,8 @@ class Prerouter(RoutingRule):
         seen = None if consumes is None or not self._seen else self._seen[consumes]
         if seen is None or seen.route is None or self._rows is None:
             return []
+        if len(seen.rows) == 1 and len(self._rows.spans) == 1:
+            return seen.route[0][0].tolist()
         last = [seen.rows.index(span.last - 1) for span in self._rows.spans if span.last - 1 in seen.rows]
         return list(dict.fromkeys(seen.route[0][last].T.flatten().tolist()))
 
@@ -169,11 +171,11 @@ class Prerouter(RoutingRule):
         for seen in self._seen:
             if seen is None:
                 return
-            state.used.append(seen.used[last])
+            state.used.append(_row(seen.used, last))
             if last in seen.rows:
                 assert seen.route is not None
                 row = seen.rows.index(last)
-                state.ready.append((seen.route[0][row : row + 1], seen.route[1][row : row + 1]))
+                state.ready.append((_row(seen.route[0], row), _row(seen.route[1], row)))
 
     # ---- routes ------------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Prerouter(RoutingRule):
     def _see(self, layer: int, owns: int, rows: Rows, hidden_TD: Tensor, index_TK: Tensor) -> None:
         """Keep what a head needs of this layer, and evaluate it where that is not to wait."""
         if len(index_TK) == 1 and len(rows.spans) == 1 and (known := _single(rows.spans[0])) is not None:
-            self._seen[owns] = seen = _Seen([0], hidden_TD, index_TK, known.used[owns][None])
+            self._seen[owns] = seen = _Seen([0], hidden_TD, index_TK, known.used[owns])
             if self.early:
                 self._predict(layer, owns, seen)
             return
@@ -255,9 +257,9 @@ class Prerouter(RoutingRule):
 
     def _predict(self, layer: int, owns: int, seen: _Seen) -> None:
         used = seen.used if len(seen.rows) == len(seen.used) else seen.used[seen.rows]
-        logits_TE = self.bank.logits(self.bank.owners[owns], seen.hidden, used, seen.before)
         assert self.top_k is not None
-        seen.route = self.bank.choose(logits_TE, self._layers[layer + 1].rule, self.top_k)
+        rule = self._layers[layer + 1].rule
+        seen.route = self.bank.route(self.bank.owners[owns], seen.hidden, used, seen.before, rule, self.top_k)
 
     # ---- told --------------------------------------------------------------------------------------------------------
 
@@ -275,3 +277,8 @@ def _single(span: Span) -> Predictions | None:
     if span.last - span.first == 1 and span.answer_row == span.first and isinstance(state, Predictions):
         return state if state.ready else None
     return None
+
+
+def _row(part_TK: Tensor, row: int) -> Tensor:
+    """[1, K]; what has one row is not cut: that costs a microsecond, a hundred times a token."""
+    return part_TK if len(part_TK) == 1 else part_TK[row : row + 1]

@@ -7,6 +7,7 @@ call. Knows no model; `runtime/routing.py` finds a layer's rule and checks it ag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -29,6 +30,11 @@ class LayerRule:
     groups: int = 1
     top_groups: int = 1
     scaling: float = 1.0
+
+    @cached_property
+    def plain(self) -> bool:
+        """Softmax, the best of all experts and nothing else: what native calls compute themselves."""
+        return self.score == "softmax" and self.correction is None and self.groups == 1 and self.scaling == 1.0
 
 
 def select(logits_TE: Tensor, rule: LayerRule, top_k: int | None = None) -> tuple[Tensor, Tensor]:

@@ -1,67 +1,97 @@
-"""A prerouter's heads in the native kernels: the matrices in bf16, the one-hot parts as rows of a table.
+"""A prerouter's heads in the native kernels: each is one call, and all their weights lie in one arena.
 
-Same formulas as `adapter/heads.py`, which is the reference. A row's result is the same function of that row, bit for
-bit, whatever else is in the call: products are the kernels', sums over experts run in one order, gelu is computed
-value by value.
+Same formulas as `adapter/heads.py`, which is the reference. Decides formats and places; the arithmetic is native.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from stoker.adapter.heads import Head
-from stoker.native import attention, kernels
-from stoker.routing.select import LayerRule, one_by_one, select
-from stoker.runtime.linear import is_bf16, plain_matrix
+from stoker.native.io import Arena
+from stoker.native.kernels import Matrix
+from stoker.native.prerouter import PrerouterHead
+from stoker.quant.formats import PART_ALIGNMENT, MatrixSpec, WeightFormat, align
+from stoker.quant.reference import quantize
+from stoker.routing.select import LayerRule, select
+from stoker.runtime.linear import is_bf16
+
+_PAGE = 4096
 
 
 class NativeHeads:
     """`routing.prerouter.Bank` of an adapter's heads."""
 
     def __init__(self, heads: Mapping[int, Head]) -> None:
-        self._heads = {owner: _NativeHead(heads[owner]) for owner in sorted(heads)}
+        arena, start = Arena(max(heads_bytes(heads), _PAGE)), 0  # huge pages: weights are read once a token
+        self._heads: dict[int, PrerouterHead] = {}
+        for owner, head in sorted(heads.items()):
+            form = _Form.of(head)
+            self._heads[owner] = form.place(head, arena.tensor(start, form.nbytes))
+            start += form.nbytes
         self.owners = tuple(self._heads)
 
     def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
-        return self._heads[owner].logits(hidden_TD, used_TK, before_TK)
+        return self._heads[owner].logits(hidden_TD.contiguous(), used_TK.contiguous(), before_TK.contiguous())
 
-    def choose(self, logits_TE: Tensor, rule: LayerRule, top_k: int) -> tuple[Tensor, Tensor]:
-        """By one native call where the rule is plain softmax."""
-        if rule.score == "softmax" and rule.correction is None and rule.groups == 1 and rule.scaling == 1.0:
-            weights_TK, index_TK = attention.topk_softmax(logits_TE, top_k, rule.renormalise)
-            return index_TK, weights_TK
-        return select(logits_TE, rule, top_k)
+    def route(
+        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """In the same native call where the rule is plain softmax."""
+        if not rule.plain:
+            return select(self.logits(owner, hidden_TD, used_TK, before_TK), rule, top_k)
+        head = self._heads[owner]
+        return head.route(hidden_TD.contiguous(), used_TK.contiguous(), before_TK.contiguous(), top_k, rule.renormalise)
 
 
 def heads_bytes(heads: Mapping[int, Head]) -> int:
     """What they hold in memory, for the ledger."""
-    return sum(
-        tensor.numel() * (2 if is_bf16(tensor) else 4)
-        for head in heads.values()
-        for tensor in (head.fc1, head.fc2, head.linear_init)
-    )
+    return align(sum(_Form.of(head).nbytes for head in heads.values()), _PAGE)
 
 
-class _NativeHead:
-    """W = [fc1 ; linear_init] on the hidden state as one matrix [H + E, D]; their one-hot columns as a table of rows
-    [2E + 1, H + E], the last of zeros for "no predecessor"."""
+@dataclass(frozen=True)
+class _Form:
+    """How a head is kept: [fc1 ; linear_init] on the hidden state as one matrix [H + E, D], fc2 [E, H], and their
+    one-hot columns as the rows of a table [2E, H + E]. bf16 where the weights are bf16 values, else f32."""
 
-    def __init__(self, head: Head) -> None:
-        width, self.experts, self.hidden = head.width, head.experts, head.hidden
+    dense: MatrixSpec
+    out: MatrixSpec
+    table_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, head: Head) -> _Form:
+        short = is_bf16(head.fc1) and is_bf16(head.linear_init)
+        dense = MatrixSpec(head.hidden + head.experts, head.width, WeightFormat("bf16" if short else "f32"))
+        out = MatrixSpec(head.experts, head.hidden, WeightFormat("bf16" if is_bf16(head.fc2) else "f32"))
+        return cls(dense, out, torch.bfloat16 if short else torch.float32)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Bytes of dense, out and table."""
+        table = 2 * self.out.rows * self.dense.rows * self.table_dtype.itemsize
+        return self.dense.codes_bytes, self.out.codes_bytes, table
+
+    @property
+    def nbytes(self) -> int:
+        return sum(align(size, PART_ALIGNMENT) for size in self.sizes)
+
+    def place(self, head: Head, memory: Tensor) -> PrerouterHead:
+        """The head with its weights in `memory`, uint8 [nbytes]."""
+        dense, out, table = memory.split([align(size, PART_ALIGNMENT) for size in self.sizes])
         joined = torch.cat([head.fc1, head.linear_init])
-        self._dense = plain_matrix(joined[:, :width].contiguous())
-        self._out = plain_matrix(head.fc2)
-        table = joined[:, width:].T.contiguous()
-        self._table = torch.cat([table, torch.zeros_like(table[:1])])
+        table_RC = table[: self.sizes[2]].view(self.table_dtype).view(2 * head.experts, -1)
+        table_RC.copy_(joined[:, head.width :].T)
+        return PrerouterHead(
+            _matrix(self.dense, joined[:, : head.width], dense), _matrix(self.out, head.fc2, out), table_RC
+        )
 
-    def logits(self, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
-        both_TC = kernels.matmul(self._dense, hidden_TD.contiguous())
-        rows_TR = torch.cat([used_TK, torch.where(before_TK < 0, self.experts, before_TK) + self.experts], 1)
-        picked_TRC = self._table[rows_TR].float()
-        both_TC += picked_TRC.cumsum(1)[:, -1]  # cumsum adds in one order whatever T is; sum does not
-        inner_TH = F.gelu(one_by_one(both_TC[:, : self.hidden])).contiguous()
-        return kernels.matmul(self._out, inner_TH) + both_TC[:, self.hidden :]
+
+def _matrix(spec: MatrixSpec, weight: Tensor, memory: Tensor) -> Matrix:
+    """`weight` in `memory`, as a matrix that rounds no activations."""
+    codes = memory[: spec.codes_bytes]
+    codes.copy_(quantize(weight.to(torch.float32), spec.format).codes.view(torch.uint8).flatten())
+    return Matrix(spec, codes, None, None, activation_bits=16)
