@@ -60,13 +60,9 @@ Arena::~Arena() {
 
 void Arena::populate(std::size_t offset, std::size_t nbytes) {
   if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::out_of_range("outside the arena");
-  const std::size_t begin = offset / kBlockBytes * kBlockBytes;
-  const std::size_t end = (offset + nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-#ifdef MADV_POPULATE_WRITE
-  if (begin == end || madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE) == 0) return;
-  if (errno != EINVAL) fail("madvise(MADV_POPULATE_WRITE)");
-#endif
-  for (std::size_t at = begin; at < end; at += kBlockBytes) {
+  const std::size_t end = offset + nbytes;
+  // Stores, not madvise(MADV_POPULATE_WRITE): that keeps everybody who maps memory waiting while pages are being found.
+  for (std::size_t at = offset / kBlockBytes * kBlockBytes; at < end; at += kBlockBytes) {
     std::atomic_ref<std::uint8_t>(data_[at]).fetch_or(0);  // one step, so that a read into the same page loses nothing
   }
 }

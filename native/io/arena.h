@@ -24,7 +24,7 @@ class Arena {
   std::size_t nbytes() const { return nbytes_; }
 
   // Faults the pages of [offset, offset + nbytes) in now, so that a later step does not pay for it. Harmless beside
-  // reads into the same bytes. Throws std::system_error, std::out_of_range.
+  // reads into the same bytes, and from several threads. Throws std::out_of_range.
   void populate(std::size_t offset, std::size_t nbytes);
 
   struct Pages {

@@ -17,10 +17,9 @@ from stoker.plan.sizes import ModelShape
 
 Quartile = Literal["last", "low", "high"]
 GATE_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
-LIKELY_SHARE = 0.5  # of a token's guesses that are read ahead
 STAGED_POLICY = "fifo"  # what the staged path does whatever policy is named
 PLAIN_BYTES = 4
-TOUCHES = 0.5  # of its time: the thread that uses slots for the first time ahead of the reads
+TOUCHES = 1.0  # of its time: the thread that uses slots for the first time ahead of the reads
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def read_ahead(shape: ModelShape, setting: Setting, routing: Routing, depth: int
         return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange, 1.0, depth)
     if setting.path in ("auto", "hot") and setting.prefetch:
         missed = routing.likely(setting.slots, shape.experts)
-        return ReadAhead(setting.prefetch, LIKELY_SHARE, GATE_RECALL, strange, missed, depth)
+        return ReadAhead(setting.prefetch, 1.0, GATE_RECALL, strange, missed, depth)
     return None
 
 

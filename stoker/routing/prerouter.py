@@ -137,7 +137,7 @@ class Prerouter(RoutingRule):
             self._see(layer, owns, rows, hidden_TD, index_TK)
         return index_TK, weights_TK
 
-    def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int] | None:
+    def look_ahead(self, layer: int, rows: Rows, tokens: int) -> list[int] | None:
         """A route that is known was staged long ago: there is nothing to guess."""
         return None if self.needs_gate(layer, rows) else []
 

@@ -94,8 +94,8 @@ class RouteReplay(RoutingRule):
             weights_TK = weights_TK.mean(-1, keepdim=True).expand_as(weights_TK)
         return index_TK, weights_TK
 
-    def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int]:
-        return self.guess(layer, rows.step, tokens, share)
+    def look_ahead(self, layer: int, rows: Rows, tokens: int) -> list[int]:
+        return self.guess(layer, rows.step, tokens)
 
     def about(self) -> dict[str, Any]:
         return {"routing": self.name, "routes": self.source, "route_weights": self.weights}
@@ -115,11 +115,10 @@ class RouteReplay(RoutingRule):
             return self.experts_LTK[index, self._first : end]
         return self.experts_LTK[index, np.arange(self._first, end) % self.tokens]
 
-    def guess(self, index: int, step: int, tokens: int, share: float = 1.0) -> list[int]:
-        """A look ahead at the likelier `share` of each token's choices, what most tokens agree on first: the true one
-        with probability `look_ahead_recall`, else one of the layer's at random."""
+    def guess(self, index: int, step: int, tokens: int) -> list[int]:
+        """A look ahead at each token's choices, what most tokens agree on first: the true one with probability
+        `look_ahead_recall`, else one of the layer's at random."""
         truth_TK = self.take(index, step, tokens)
-        truth_TK = truth_TK[:, : max(1, round(share * truth_TK.shape[1]))]
         others = self.experts_LTK[index].reshape(-1)
         drawn = others[self._random.integers(len(others), size=truth_TK.shape)]
         known = self._random.random(truth_TK.shape) < self.look_ahead_recall

@@ -153,7 +153,7 @@ class RosterRule(RoutingRule):
         ours_TK = weigh(logits_TE, used_TK, rule).to(weights_TK.dtype)
         return new_TK, torch.where(changed_T[:, None], ours_TK, weights_TK)
 
-    def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int] | None:
+    def look_ahead(self, layer: int, rows: Rows, tokens: int) -> list[int] | None:
         """Pinned rosters are what can be asked for; with one that is not, the gate may guess."""
         states = [span.state for span in rows.spans]
         if not states or any(state is None or not state.rosters[layer].pinned for state in states):

@@ -141,9 +141,9 @@ class RoutingRule:
         when the layer has its own for this step, and where they did not all find a place, once more after the step."""
         return []
 
-    def look_ahead(self, layer: int, rows: Rows, tokens: int, share: float) -> list[int] | None:
-        """The experts of `layer` in this step, likeliest first, asked one layer early, to read ahead: the likelier
-        `share` of each token's choices. None: let the layer's gate guess."""
+    def look_ahead(self, layer: int, rows: Rows, tokens: int) -> list[int] | None:
+        """The experts of `layer` in this step, likeliest first, asked one layer early, to read ahead. None: let
+        the layer's gate guess."""
         return None
 
     def after_step(self, rows: Rows) -> None:

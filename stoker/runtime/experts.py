@@ -27,7 +27,10 @@ from stoker.runtime.uses import LayerUses
 if TYPE_CHECKING:
     from stoker.residency import Residency
 
-WIDE_AHEAD_TOKENS = 4  # so many answers lengthen the time between two layers' reads by that of `prefetch` reads
+WIDE_AHEAD = (
+    2  # where answers need more experts than there are slots, the device would wait for the next layer's reads:
+)
+WIDE_AHEAD_TOKENS = 2  # twice `prefetch` of them are sent ahead, and as many as `prefetch` more for so many answers
 STREAM_GROUP = 8  # experts computed in one native call where as many are there: a call costs two wake-ups
 
 Path = Literal["auto", "exact", "staged", "hot", "whole_layer"]
@@ -197,10 +200,7 @@ class StreamedExperts:
         return self.path == "whole_layer"
 
     def _read_ahead(self, hidden_TD: Tensor) -> None:
-        """Submitted behind this layer's demand reads, so that the device works on while the last of them is computed.
-
-        Only the likelier half of a token's guesses is read on the hot path: the others are wrong too often to pay.
-        """
+        """Submitted behind this layer's demand reads: the device works on while the last of them is computed."""
         following = self.next
         if self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(self.pool):
             self.residency.cancel_prefetches(self.pool)  # what was guessed, has not started, and is not wanted
@@ -209,7 +209,7 @@ class StreamedExperts:
         if self.path == "staged":
             self.residency.stage(following.pool, following.look_ahead(hidden_TD))
         elif self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(following.pool):
-            likely = following.look_ahead(hidden_TD, share=0.5)
+            likely = following.look_ahead(hidden_TD)
             if likely:
                 self.residency.prefetch(following.pool, likely, limit=self.prefetch)
 
@@ -246,8 +246,8 @@ class StreamedExperts:
 
     def _ahead(self, hidden_TD: Tensor) -> tuple[int, list[int]] | None:
         """What to read behind this layer's experts for the next one: all guesses for a prompt, which needs most experts
-        anyway, or where nothing stays between steps; for answers alone only as many of the likelier half as bridge the
-        time between two layers' reads."""
+        anyway, or where nothing stays between steps; for answers alone only as many of the likelier ones as
+        bridge the time between two layers' reads."""
         following = self.next
         if following is None:
             return None
@@ -255,8 +255,8 @@ class StreamedExperts:
             return following.pool, following.look_ahead(hidden_TD)
         if not self.prefetch:
             return None
-        likely = following.look_ahead(hidden_TD, share=0.5)
-        limit = self.prefetch + self.prefetch * len(hidden_TD) // WIDE_AHEAD_TOKENS
+        likely = following.look_ahead(hidden_TD)
+        limit = WIDE_AHEAD * self.prefetch + self.prefetch * len(hidden_TD) // WIDE_AHEAD_TOKENS
         return following.pool, self.residency.absent(following.pool, likely)[:limit]
 
     def _compute(
@@ -269,20 +269,19 @@ class StreamedExperts:
             row_start, token, out = pairs.rows(positions)
         self.kernel.forward(slots, row_start, token, out, hidden_TD, out_PD)
 
-    def look_ahead(self, hidden_TD: Tensor, share: float = 1.0) -> list[int]:
+    def look_ahead(self, hidden_TD: Tensor) -> list[int]:
         """The experts this layer would choose for the previous layer's hidden state: a guess, only to read ahead.
 
-        Most likely first: what most tokens agree on, then by rank; `share` of each token's choices is considered.
+        Most likely first: what most tokens agree on, then by rank.
         """
         if self.rule is not None:
-            known = self.rule.look_ahead(self.index, self.step.rows, len(hidden_TD), share)
+            known = self.rule.look_ahead(self.index, self.step.rows, len(hidden_TD))
             if known is not None:
                 return known
         if self.router is None:
             return []
         index_TK = self.router(hidden_TD)[-1]
-        ranks = max(1, round(share * index_TK.shape[1]))
-        return [expert for expert, _ in Counter(index_TK[:, :ranks].T.flatten().tolist()).most_common()]
+        return [expert for expert, _ in Counter(index_TK.T.flatten().tolist()).most_common()]
 
 
 def _experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

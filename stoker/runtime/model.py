@@ -44,6 +44,7 @@ from stoker.store.reader import Store, open_store
 from stoker.trace.events import Phase
 
 RSS_EVERY_NS = 50_000_000  # the system takes a while to say it
+FEW_TOKENS = 64  # up to here waking torch's threads costs more than they do, where attention is not torch's
 
 
 def load(directory: str | FilePath, options: Options | None = None, recorder: Any = None) -> Runtime:
@@ -97,6 +98,7 @@ class Runtime:
         threads = options.threads or budget.default_threads()
         kernels.set_threads(threads)
         torch.set_num_threads(threads)
+        self._threads = threads
         started = time.perf_counter()
         self.depth, self.device_bytes_per_s = options.depth, 0.0
         if self.depth is None:
@@ -350,7 +352,11 @@ class Runtime:
         self.step.index += 1
         started = time.monotonic_ns()
         rows: Any = 0 if keep is None else torch.tensor(keep, dtype=torch.int64)
-        logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
+        torch.set_num_threads(1 if self.kv is not None and ids.numel() <= FEW_TOKENS else self._threads)
+        try:
+            logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=rows, **kwargs).logits
+        finally:
+            torch.set_num_threads(self._threads)
         if self.recorder is not None and not self.step.passing:
             phase = Phase.DECODE if self.step.phase == "decode" else Phase.PREFILL
             now, rss = time.monotonic_ns(), 0

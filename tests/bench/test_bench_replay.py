@@ -99,7 +99,7 @@ def test_the_look_ahead_has_its_recall() -> None:
     found = 0
     for step in range(400):
         index, _ = follow(routes, 0, step, torch.ones(1, 8))
-        guess = routes.look_ahead(0, Rows(step), 1, 1.0)
+        guess = routes.look_ahead(0, Rows(step), 1)
         assert len(set(guess)) == len(guess) <= 8
         found += len(set(guess) & set(index[0].tolist()))
     assert found / 3200 == pytest.approx(0.85, abs=0.03)
