@@ -3,7 +3,7 @@
     python benchmarks/serve_batch.py STORE --routes FILE [--memory 4GiB] [--rounds 3] [--batches 1 4 8]
 
 One process; every round runs each batch size once, so that drift of the machine falls on all alike, and measures the
-device's own rate. Beside tokens per second it computes what bounds them: the bytes that must be read when a step reads
+device's own rate before and after each. Beside tokens per second it computes what bounds them: the bytes that must be read when a step reads
 the union of its experts but for those in the slots, at the device's rate. `bound` takes the misses of a cache of as
 many slots by decayed frequency that may leave out what it read (the best known causal rule), `clairvoyant` those of one
 that knows the future; no engine on these slots can beat the latter.
@@ -205,24 +205,22 @@ def main() -> None:
                 apart = replay.tokens // max(arguments.batches)
                 starts = [(i * apart + round_ * 317 + (round_ if batch == 1 else 0) * apart) for i in range(batch)]
                 cell = run(model, lanes, starts, arguments.warm, arguments.steps, runtime.vocab_size)
+                rates.append(device_rate(arguments.store, 1.0))
+                cell["device_bytes_per_s"] = sum(rates[-2:]) / 2
                 cells[batch].append(cell)
                 say(
                     f"round {round_ + 1}, {batch} at once: {cell['tok_s']:.2f} tok/s, step {cell['step_ms']:.0f} ms, "
                     f"stall {cell['stall_ms']:.0f} ms, {cell['read_bytes'] / 1e6:.0f} MB, hits {cell['hit_rate']:.1%}, "
-                    f"wasted {cell['wasted_bytes'] / 1e6:.0f} MB"
+                    f"wasted {cell['wasted_bytes'] / 1e6:.0f} MB, device {cell['device_bytes_per_s'] / 1e9:.2f} GB/s"
                 )
-            rates.append(device_rate(arguments.store, 1.0))
-            say(f"device {rates[-1] / 1e9:.2f} GB/s")
         peak = model.stats()["peak_rss_bytes"]
         ledger = model.ledger()
     for batch in arguments.batches:
-        for round_, cell in enumerate(cells[batch]):
-            rate = max(rates[round_ : round_ + 2])
+        for cell in cells[batch]:
             cell |= bounds(replay.experts_LTK, cell, arguments.warm, arguments.steps, slots, record_bytes)
-            cell["device_bytes_per_s"] = rate
             busy_s = (cell["step_ms"] - cell["stall_ms"]) / 1e3
             for name in ("bound", "clairvoyant"):
-                cell[f"{name}_tok_s"] = batch / max(cell[f"{name}_bytes"] / rate, busy_s)
+                cell[f"{name}_tok_s"] = batch / max(cell[f"{name}_bytes"] / cell["device_bytes_per_s"], busy_s)
     singles = [cell["tok_s"] for cell in cells[arguments.batches[0]]]
     result = {
         "device_bytes_per_s": spread(rates), "rss_peak_bytes": peak, "ledger": ledger, "depth": runtime.depth,

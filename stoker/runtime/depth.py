@@ -14,8 +14,8 @@ from stoker.native.io import Arena, ReadQueue
 from stoker.store.reader import Store
 
 DEPTHS = (2, 3, 4, 8, 16)  # with one read the device would idle between two
-GOOD_ENOUGH = 0.9  # of the best rate; for several answers at once, whose many reads are a queue in any case, nearly all
-GOOD_ENOUGH_FOR_MANY = 0.97
+GOOD_ENOUGH = 0.9  # of the best rate
+GOOD_ENOUGH_FOR_MANY, LEAST_FOR_MANY = 0.97, 4  # for several answers at once, whose many reads are a queue in any case
 MEASURE_BYTES = 48 << 20  # at each depth
 MEASURE_SECONDS = 0.03
 ROUNDS = 3  # the best of each: a neighbour can only slow a read down
@@ -37,8 +37,8 @@ def measured_depth(store: Store, *, backend: str = "auto", direct: bool = True, 
             for depth in DEPTHS:
                 rates[depth] = max(rates[depth], _rate(records, arena, depth, longest, chosen, backend))
     best = max(rates.values())
-    enough = GOOD_ENOUGH if parallel == 1 else GOOD_ENOUGH_FOR_MANY
-    return next(depth for depth in DEPTHS if rates[depth] >= enough * best), best
+    enough, least = (GOOD_ENOUGH, 0) if parallel == 1 else (GOOD_ENOUGH_FOR_MANY, LEAST_FOR_MANY)
+    return next(depth for depth in DEPTHS if depth >= least and rates[depth] >= enough * best), best
 
 
 def _rate(records: list[Extent], arena: Arena, depth: int, longest: int, chosen: random.Random, backend: str) -> float:
