@@ -3,10 +3,10 @@
     python benchmarks/serve_batch.py STORE --routes FILE [--memory 4GiB] [--rounds 3] [--batches 1 4 8]
 
 One process; every round runs each batch size once, so that drift of the machine falls on all alike, and measures the
-device's own rate before and after each. Beside tokens per second it computes what bounds them: the bytes that must be read when a step reads
-the union of its experts but for those in the slots, at the device's rate. `bound` takes the misses of a cache of as
-many slots by decayed frequency that may leave out what it read (the best known causal rule), `clairvoyant` those of one
-that knows the future; no engine on these slots can beat the latter.
+device's own rate before and after each. Beside tokens per second it computes what bounds them: the bytes that must be
+read when a step reads the union of its experts but for those in the slots, at the device's rate. `bound` takes the
+misses of a cache of as many slots by decayed frequency that may leave out what it read (the best known causal rule),
+`clairvoyant` those of one that knows the future; no engine on these slots can beat the latter.
 """
 
 import argparse

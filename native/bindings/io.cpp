@@ -193,6 +193,7 @@ NB_MODULE(_io, m) {
         new (self) ReadQueue(depth, backend_named(backend), direct);
       }, "depth"_a, "backend"_a, "direct"_a)
       .def_prop_ro("depth", &ReadQueue::depth)
+      .def("allow", &ReadQueue::allow, "depth"_a)
       .def_prop_ro("backend", [](const ReadQueue& q) { return q.backend() == Backend::io_uring ? "io_uring" : "threads"; })
       .def_prop_ro("backend_note", &ReadQueue::backend_note)
       .def_prop_ro("direct", &ReadQueue::direct)

@@ -24,7 +24,7 @@ bool overlaps(const Request& request, const std::uint8_t* begin, const std::uint
 
 }  // namespace
 
-ReadQueue::ReadQueue(int depth, Backend backend, bool direct) : depth_(depth), want_direct_(direct) {
+ReadQueue::ReadQueue(int depth, Backend backend, bool direct) : depth_(depth), want_direct_(direct), allowed_(depth) {
   if (depth < 1 || depth > kMaxDepth)
     throw std::invalid_argument("depth must be 1 to " + std::to_string(kMaxDepth) + ", got " + std::to_string(depth));
   if (backend != Backend::threads) {
@@ -103,8 +103,17 @@ Ticket ReadQueue::submit(const Extent& extent, bool prefetch, std::int64_t deadl
   request.submit_ns = clock_ns();
   enqueue(request);
   // At full depth no one needs waking: whoever ends a read takes the next.
-  if (in_flight_.size() < static_cast<std::size_t>(depth_)) engine_->wake();
+  if (in_flight_.size() < static_cast<std::size_t>(allowed_)) engine_->wake();
   return pool_.ticket_of(request);
+}
+
+void ReadQueue::allow(int depth) {
+  if (depth < 1 || depth > depth_)
+    throw std::invalid_argument("1 to " + std::to_string(depth_) + " may be in flight, got " + std::to_string(depth));
+  std::lock_guard lock(mutex_);
+  const bool more = depth > allowed_;
+  allowed_ = depth;
+  if (more && !(demand_.empty() && prefetch_.empty())) engine_->wake();
 }
 
 void ReadQueue::enqueue(Request& request) {
@@ -154,7 +163,7 @@ Request* ReadQueue::take() {
   std::lock_guard lock(mutex_);
   const std::int64_t now_ns = clock_ns();
   drop_late(now_ns);
-  if (in_flight_.size() >= static_cast<std::size_t>(depth_)) return nullptr;
+  if (in_flight_.size() >= static_cast<std::size_t>(allowed_)) return nullptr;
   Pending& pending = demand_.empty() ? prefetch_ : demand_;
   if (pending.empty()) return nullptr;
   Request& request = *pending.begin()->request;

@@ -52,6 +52,7 @@ class ReadQueue final : private Feed, private MemoryWriter {
   ~ReadQueue() override;
 
   int depth() const { return depth_; }
+  void allow(int depth);         // from now on at most so many in flight, 1 to the queue's depth
   Backend backend() const { return backend_; }
   const std::string& backend_note() const { return backend_note_; }  // why `automatic` did not take io_uring
   bool direct() const;           // wanted, and no file had to fall back
@@ -102,6 +103,7 @@ class ReadQueue final : private Feed, private MemoryWriter {
   std::once_flag close_once_;
 
   mutable std::mutex mutex_;
+  int allowed_;
   std::condition_variable ended_;  // a read that someone waits for has ended
   std::deque<File> files_;
   bool fell_back_ = false;

@@ -118,6 +118,12 @@ class ReadQueue:
         self.backend_note: str = self._native.backend_note
         """Why "auto" did not take io_uring; empty when it did."""
 
+    def allow(self, depth: int) -> None:
+        """From now on at most `depth` reads in flight, 1 to the queue's own; those that have started go on."""
+        if not 1 <= depth <= self.depth:
+            raise StokerError("reads in flight", expected=f"1 to {self.depth}", got=depth)
+        self._native.allow(depth)
+
     @property
     def direct(self) -> bool:
         """Direct reads were asked for, and no file that was to be read so had to fall back to buffered reads."""

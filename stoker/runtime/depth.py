@@ -15,13 +15,16 @@ from stoker.store.reader import Store
 
 DEPTHS = (2, 3, 4, 8, 16)  # with one read the device would idle between two
 GOOD_ENOUGH = 0.9  # of the best rate
-GOOD_ENOUGH_FOR_MANY, LEAST_FOR_MANY = 0.97, 4  # for several answers at once, whose many reads are a queue in any case
+FOR_MANY = (
+    4  # at least, for several answers at once: their many reads are a queue in any case, and while the cores compute
+)
+# the device waits longer for the next read than it does on an idle machine
 MEASURE_BYTES = 48 << 20  # at each depth
 MEASURE_SECONDS = 0.03
 ROUNDS = 3  # the best of each: a neighbour can only slow a read down
 
 
-def measured_depth(store: Store, *, backend: str = "auto", direct: bool = True, parallel: int = 1) -> tuple[int, float]:
+def measured_depth(store: Store, *, backend: str = "auto", direct: bool = True) -> tuple[int, float]:
     """(depth, bytes per second): the least depth that comes near enough to the best rate over random records.
 
     Buffered reads come from the page cache as often as not and say nothing: they get a depth of 4 and no rate.
@@ -37,8 +40,7 @@ def measured_depth(store: Store, *, backend: str = "auto", direct: bool = True, 
             for depth in DEPTHS:
                 rates[depth] = max(rates[depth], _rate(records, arena, depth, longest, chosen, backend))
     best = max(rates.values())
-    enough, least = (GOOD_ENOUGH, 0) if parallel == 1 else (GOOD_ENOUGH_FOR_MANY, LEAST_FOR_MANY)
-    return next(depth for depth in DEPTHS if depth >= least and rates[depth] >= enough * best), best
+    return next(depth for depth in DEPTHS if rates[depth] >= GOOD_ENOUGH * best), best
 
 
 def _rate(records: list[Extent], arena: Arena, depth: int, longest: int, chosen: random.Random, backend: str) -> float:

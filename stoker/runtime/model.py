@@ -27,7 +27,7 @@ from stoker.native.io import ReadQueue
 from stoker.residency import Residency
 from stoker.routing.rule import RoutingRule, Rows
 from stoker.runtime import budget, dense
-from stoker.runtime.depth import measured_depth
+from stoker.runtime.depth import FOR_MANY, measured_depth
 from stoker.runtime.experts import Scratch, StreamedExperts, activation_of
 from stoker.runtime.forced import forced_logits
 from stoker.runtime.fuse import FusionReport, fuse, kv_shape
@@ -100,12 +100,14 @@ class Runtime:
         torch.set_num_threads(threads)
         self._threads = threads
         started = time.perf_counter()
-        self.depth, self.device_bytes_per_s = options.depth, 0.0
-        if self.depth is None:
+        if options.depth is None:
             self.depth, self.device_bytes_per_s = measured_depth(
-                store, backend=options.io_backend, direct=options.direct, parallel=options.parallel
+                store, backend=options.io_backend, direct=options.direct
             )
-        self.queue = ReadQueue(depth=self.depth, backend=options.io_backend, direct=options.direct)
+        else:
+            self.depth, self.device_bytes_per_s = options.depth, 0.0
+        many = self.depth if options.depth or options.parallel == 1 else max(self.depth, FOR_MANY)
+        self.queue = ReadQueue(depth=many, backend=options.io_backend, direct=options.direct)
         self.residency = Residency(
             store,
             slots=list(ledger.slots),
@@ -283,6 +285,7 @@ class Runtime:
     def _begin(self, parts: Sequence[Part]) -> None:
         self.step.decode_tokens = sum(len(part.ids) for part in parts if part.decode)
         self.step.phase = "decode" if all(part.decode for part in parts) else "prefill"
+        self.queue.allow(self.depth if len(parts) == 1 else self.queue.depth)
         if self.rule is not None:
             self.step.rows = rows_of(parts, self.step.index + 1)
         if self.mode.loras:

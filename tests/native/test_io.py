@@ -249,6 +249,28 @@ def test_every_nth_failure_hits_one_read_and_nothing_else(
 
 
 @pytest.mark.parametrize(("backend", "direct"), MODES)
+def test_fewer_may_be_in_flight_than_the_depth(
+    backend: str, direct: bool, path: Path, data: bytes, arena: Arena
+) -> None:
+    with make_queue(4, backend, direct) as queue:
+        reader = Reader(queue, path, arena)
+        for allowed in (1, 4, 1):
+            arena.tensor(0, arena.nbytes).fill_(SENTINEL)
+            queue.allow(allowed)
+            queue.inject(1, "delay", 100_000_000)
+            tickets = [reader.submit(index) for index in range(6)]
+            if allowed == 1:
+                time.sleep(0.02)
+                assert [queue.state(ticket) for ticket in tickets[1:]] == ["pending"] * 5
+            for index, ticket in enumerate(tickets):
+                queue.wait(ticket)
+                assert content(arena, index) == record(data, index)
+        for wrong in (0, 5):
+            with pytest.raises(StokerError, match="in flight"):
+                queue.allow(wrong)
+
+
+@pytest.mark.parametrize(("backend", "direct"), MODES)
 @pytest.mark.parametrize("kind", ["short", "eintr", "eagain", "delay"])
 def test_passing_faults_are_overcome(
     backend: str, direct: bool, kind: str, path: Path, data: bytes, arena: Arena
