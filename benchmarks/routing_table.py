@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.plan.forecast_routing import guesses
+from stoker.plan.forecast_routing import strange_uses
 from stoker.plan.replay import replay
 from stoker.plan.routes import Routes, Stream, load_routes
 
@@ -67,14 +67,8 @@ def table(routes: Routes, path: Path) -> dict[str, Any]:
         },
         "windows": list(WINDOWS),
         "distinct": [round(distinct(routes, window), 2) for window in WINDOWS],
-        **guessed(routes, slots),
+        "strange": [round(strange_uses(routes, size), 4) for size in slots],
     }
-
-
-def guessed(routes: Routes, slots: list[int]) -> dict[str, list[float]]:
-    """What reads ahead meet: `strange`, wrong guesses that are not in memory; `likely`, misses in the stronger half."""
-    found = [guesses(routes, size) for size in slots]
-    return {"strange": [round(one, 4) for one, _ in found], "likely": [round(one, 4) for _, one in found]}
 
 
 def lru(routes: Routes, slots: list[int]) -> dict[str, Any]:

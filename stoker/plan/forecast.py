@@ -16,10 +16,11 @@ from stoker.plan.profile import Profile, rate_at
 from stoker.plan.sizes import ModelShape
 
 Quartile = Literal["last", "low", "high"]
-GATE_RECALL = 0.85  # of the next layer's gate on this layer's hidden state
+GATE_RECALL = 0.85
+"""How often a guess of the next layer's gate on this layer's hidden state is right: one figure for all ranks, sent
+likeliest first. Measured on the 30B shape: 0.996, 0.95, 0.91, 0.84 for the first four ranks, 0.46 for the eighth."""
 STAGED_POLICY = "fifo"  # what the staged path does whatever policy is named
 PLAIN_BYTES = 4
-TOUCHES = 1.0  # of its time: the thread that uses slots for the first time ahead of the reads
 
 
 @dataclass(frozen=True)
@@ -180,10 +181,9 @@ def read_ahead(shape: ModelShape, setting: Setting, routing: Routing, depth: int
     """What the engine reads for the next layer while this one waits; None where it does not."""
     strange = routing.strange(setting.slots, shape.experts)
     if setting.path == "staged":
-        return ReadAhead(shape.top_k, 1.0, GATE_RECALL, strange, 1.0, depth)
+        return ReadAhead(shape.top_k, GATE_RECALL, strange, depth)
     if setting.path in ("auto", "hot") and setting.prefetch:
-        missed = routing.likely(setting.slots, shape.experts)
-        return ReadAhead(setting.prefetch, 1.0, GATE_RECALL, strange, missed, depth)
+        return ReadAhead(setting.prefetch, GATE_RECALL, strange, depth)
     return None
 
 
@@ -240,7 +240,7 @@ def new_share(shape: ModelShape, machine: Machine, setting: Setting) -> float:
     The thread that touches them works from the start of loading on (residency/touch.py), ring first.
     """
     slots_bytes = (setting.slots * shape.moe_layers + setting.ring_records) * shape.record_bytes
-    costs, rate = machine.profile.costs, TOUCHES * machine.profile.first_use.bytes_s
+    costs, rate = machine.profile.costs, machine.profile.first_use.bytes_s
     load_s = costs.load_s + shape.layers * costs.load_layer_s
     load_s += machine.steady_s(shape.dense_bytes, shape.record_bytes, machine.profile.depth)
     return 1 - min(1.0, load_s * rate / slots_bytes)
@@ -259,7 +259,8 @@ def _chunk_layer(
     """One layer of one chunk. Reads of the next layer go on under this layer's dense part as far as the ring holds.
 
     fresh: records that go to memory used for the first time. The reading thread waits for what the touching one has
-    not found yet, other reads land meanwhile, and what both hold up of the computing is lost.
+    not found yet, other reads land meanwhile, and what both hold up of the computing is lost. Once it is done, both
+    threads find memory.
     """
     kernels, costs = machine.profile.kernels, machine.profile.costs
     dense_s = chunk * shape.dense_layer_macs / rate_at(kernels.dense_macs_s, chunk)
@@ -273,7 +274,7 @@ def _chunk_layer(
     depth = min(setting.depth or machine.profile.depth, setting.ring_records)
     read_s = machine.steady_s(missing * shape.record_bytes, shape.record_bytes, depth)
     first_use = machine.profile.first_use
-    touch_s, held_s = first_use.takes_s(fresh * shape.record_bytes, dense_s + experts_s, 1 + TOUCHES)
+    touch_s, held_s = first_use.takes_s(fresh * shape.record_bytes, dense_s + experts_s, threads=2)
     used_before_s = read_s * (missing - fresh) / missing if missing else 0.0
     arrive_s = max(read_s, touch_s)
     record_s = arrive_s / missing if missing else 0.0

@@ -32,15 +32,13 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """most: reads that a layer sends out for the next; share: of a token's choices that are considered, the likeliest;
-    recall: of a guess; strange: how often a wrong guess is not in memory, and is read for nothing; missed: share of the
-    misses among those that are considered; depth: reads in flight, which are not given up any more."""
+    """most: reads that a layer sends out for the next, of guesses at all of its choices; recall: of a guess; strange:
+    how often a wrong guess is not in memory, and is read for nothing; depth: reads in flight, which are not given up
+    any more."""
 
     most: int
-    share: float
     recall: float
     strange: float
-    missed: float = 0.5
     depth: int = 1
 
 
@@ -138,10 +136,8 @@ class _Run:
         self.submitted_ms, self.right, self.wrong = now_ms, 0, 0
         if self.ahead is None:
             return
-        likely = max(1, round(self.ahead.share * self.top_k))
-        among = min(likely, int(self.random.binomial(next_misses, self.ahead.missed)))
-        right = int(self.random.binomial(among, self.ahead.recall))
-        wrong = int(self.random.binomial(likely, (1 - self.ahead.recall) * self.ahead.strange))
+        right = int(self.random.binomial(next_misses, self.ahead.recall))
+        wrong = int(self.random.binomial(self.top_k, (1 - self.ahead.recall) * self.ahead.strange))
         while right + wrong > self.ahead.most:
             if self.random.random() < right / (right + wrong):
                 right -= 1

@@ -45,10 +45,6 @@ class Routing(Protocol):
         """How often an expert that is drawn by its popularity, as a wrong guess is, is not in memory."""
         ...
 
-    def likely(self, slots: float, experts: int) -> float:
-        """Share of the misses among the stronger half of a token's choices: what reads ahead go for."""
-        ...
-
 
 @dataclass(frozen=True)
 class Uniform:
@@ -66,9 +62,6 @@ class Uniform:
     def strange(self, slots: float, experts: int) -> float:
         return 1 - min(1.0, slots / experts)
 
-    def likely(self, slots: float, experts: int) -> float:
-        return 0.5
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -83,7 +76,6 @@ class Curve:
     windows: tuple[int, ...]
     distinct_experts: tuple[float, ...]
     strange_guesses: tuple[float, ...]  # at each of `slots`
-    likely_misses: tuple[float, ...]  # at each of `slots`
 
     def misses(self, slots: float, experts: int, top_k: int, policy: str) -> np.ndarray:
         rows = self.misses_per_event.get(policy)
@@ -108,9 +100,6 @@ class Curve:
 
     def strange(self, slots: float, experts: int) -> float:
         return float(np.interp(slots / experts * self.experts, self.slots, self.strange_guesses))
-
-    def likely(self, slots: float, experts: int) -> float:
-        return float(np.interp(slots / experts * self.experts, self.slots, self.likely_misses))
 
 
 class Replayed:
@@ -137,8 +126,8 @@ class Replayed:
         return counts / counts.sum()
 
     @lru_cache(maxsize=64)  # noqa: B019  # lives as long as one command
-    def _guesses(self, slots: int) -> tuple[float, float]:
-        return guesses(self._part, slots)
+    def _strange(self, slots: int) -> float:
+        return strange_uses(self._part, slots)
 
     @lru_cache(maxsize=64)  # noqa: B019
     def _counted(self, policy: str, size: int) -> list[np.ndarray]:
@@ -155,33 +144,24 @@ class Replayed:
         return float(np.mean(found))
 
     def strange(self, slots: float, experts: int) -> float:
-        return self._guesses(int(slots))[0] if slots < experts else 0.0
-
-    def likely(self, slots: float, experts: int) -> float:
-        return self._guesses(int(slots))[1] if slots < experts else 0.5
+        return self._strange(int(slots)) if slots < experts else 0.0
 
 
-def guesses(routes: Routes, slots: int, places: int = 40) -> tuple[float, float]:
-    """(share of all uses that go to experts outside a pool's `slots` most recently used, share of the misses among the
-    stronger half of a token's choices), at `places` of the later half of the routes.
+def strange_uses(routes: Routes, slots: int) -> float:
+    """Share of all uses that go to experts outside a pool's `slots` most recently used, at four places of the routes'
+    later half.
 
     Which policy kept them matters little: what is popular was used lately.
     """
-    strange, missed = [], np.zeros(2)
+    strange = []
     for stream in routes.streams:
         uses = np.bincount(stream.experts)
-        events = np.linspace(len(stream) // 2, len(stream) - 1, places, dtype=int)
-        for count, event in enumerate(events):
-            start, end = stream.starts[event], stream.starts[event + 1]
-            latest_first = stream.experts[:start][::-1]
+        for event in np.linspace(len(stream) // 2, len(stream) - 1, 40, dtype=int)[::10]:
+            latest_first = stream.experts[: stream.starts[event]][::-1]
             experts, latest = np.unique(latest_first, return_index=True)
             resident = experts[np.argsort(latest)][:slots]
-            if count % 10 == 0:
-                strange.append(1 - uses[resident].sum() / uses.sum())
-            absent = ~np.isin(stream.experts[start:end], resident)
-            half = (end - start + 1) // 2
-            missed += absent[:half].sum(), absent[half:].sum()
-    return float(np.mean(strange)), float(missed[0] / missed.sum()) if missed.sum() else 0.5
+            strange.append(1 - uses[resident].sum() / uses.sum())
+    return float(np.mean(strange))
 
 
 def binomial(n: int, p: float) -> np.ndarray:
@@ -221,7 +201,6 @@ def _curve(table: dict[str, Any]) -> Curve:
         windows=tuple(table["windows"]),
         distinct_experts=tuple(table["distinct"]),
         strange_guesses=tuple(table["strange"]),
-        likely_misses=tuple(table["likely"]),
     )
 
 

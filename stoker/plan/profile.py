@@ -96,7 +96,7 @@ class FirstUse:
     holds: float
     alone_bytes_s: float
 
-    def takes_s(self, nbytes: float, compute_s: float, threads: float = 1.0) -> tuple[float, float]:
+    def takes_s(self, nbytes: float, compute_s: float, threads: int = 1) -> tuple[float, float]:
         """(how long finding so much memory takes, how long computing of `compute_s` is held up by it). Computing that
         goes on all along is prolonged; what it leaves to find comes at the rate of `threads` with nothing else."""
         beside_s = compute_s / max(1e-3, 1 - self.holds)
