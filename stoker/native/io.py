@@ -70,15 +70,12 @@ class Arena:
     def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Fault the pages of [offset, offset + nbytes) in now, or of all; beside reads as well as before them.
 
-        Raises BudgetError when the system cannot, StokerError outside the arena.
+        Raises StokerError outside the arena.
         """
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise StokerError("outside the arena", expected=f"0 to {self.nbytes}", got=(offset, offset + nbytes))
-        try:
-            self._native.populate(offset, nbytes)
-        except OSError as error:
-            raise _no_memory("the arena's pages could not be obtained", self.nbytes, error) from error
+        self._native.populate(offset, nbytes)
 
     def pages(self) -> Pages:
         return Pages(*self._native.pages())

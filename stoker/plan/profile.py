@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.errors import OptionError
 
-VERSION = 7
+VERSION = 8
 
 
 @dataclass(frozen=True)
