@@ -186,7 +186,8 @@ def measure_beside_device(cell: Cell, arguments: argparse.Namespace) -> dict[str
 
 def shares_of_bound(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Bound / measured time of the streaming cells. The bound is the larger of reading the bytes that were demanded, at
-    the device's rate around the run, and computing, which is what the best resident run took."""
+    the device's rate around the run, and computing, which is what the best resident run took. What was read ahead and
+    never asked for is no part of it: all that a run wasted, in its prompt too, is taken off its answer's bytes."""
     resident = runs.get("stoker resident", [])
     streaming = {
         name: [run for run in streamed if "device_bytes_per_s" in run]
@@ -199,7 +200,8 @@ def shares_of_bound(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str
     prompt_s = min(run["prefill_s"] for run in resident)
 
     def decode(run: dict[str, Any]) -> float:
-        reading_s = run["decode_bytes_per_token"] / run["device_bytes_per_s"]
+        wasted_bytes = run["stats"]["prefetch_wasted_bytes"] / run["decode_tokens"]
+        reading_s = (run["decode_bytes_per_token"] - wasted_bytes) / run["device_bytes_per_s"]
         return float(max(reading_s, token_s) * run["decode_tok_s"])
 
     def prefill(run: dict[str, Any]) -> float:

@@ -13,7 +13,7 @@ from stoker.ids import Extent
 from stoker.native.io import Arena, ReadQueue
 from stoker.store.reader import Store
 
-DEPTHS = (2, 3, 4, 8, 16)  # with one read the device would idle between two
+DEPTHS = (3, 4, 8, 16)  # with two the device would idle whenever the thread that reads waits for a core
 GOOD_ENOUGH = 0.9  # of the best rate
 FOR_MANY = (
     4  # at least, for several answers at once: their many reads are a queue in any case, and while the cores compute

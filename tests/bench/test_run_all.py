@@ -78,7 +78,8 @@ def test_a_finished_part_is_not_run_again_but_a_failed_one_is(tmp_path: Path) ->
 
 def run_of(tok_s: float) -> dict[str, Any]:
     return {"prefill_tok_s": 10.0, "decode_tok_s": tok_s, "decode_bytes_per_token": 1e6, "cgroup_peak_bytes": 1 << 30,
-            "rss_peak_bytes": 1 << 30, "wall_s": 1.0, "prefill_s": 2.0, "prefill_bytes": 6e9}  # fmt: skip
+            "rss_peak_bytes": 1 << 30, "wall_s": 1.0, "prefill_s": 2.0, "prefill_bytes": 6e9,
+            "decode_tokens": 10, "stats": {"prefetch_wasted_bytes": 0}}  # fmt: skip
 
 
 def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,8 @@ def test_the_table_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pyte
 
 def test_the_bound_is_the_larger_of_reading_and_computing() -> None:
     resident = run_of(8.0) | {"prefill_s": 4.0}
-    reading = run_of(2.0) | {"decode_bytes_per_token": 8e8, "prefill_bytes": 10e9, "prefill_s": 6.25}
+    reading = run_of(2.0) | {"decode_bytes_per_token": 9e8, "prefill_bytes": 10e9, "prefill_s": 6.25}
+    reading["stats"] = {"prefetch_wasted_bytes": 1e9}  # of ten tokens
     computing = run_of(4.0) | {"decode_bytes_per_token": 1e6, "prefill_bytes": 1e9, "prefill_s": 5.0}
     runs = {
         "stoker resident": [resident],
