@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "residency": {"store.reader", "native.io", "trace"},
     "residency.policies": set(),
     "plan": {"trace", "residency.policies"},
-    "routing": {"trace"},
+    "routing": {"trace", "native.roster"},
     "store": {"checkpoint", "quant"},
     "checkpoint": {"quant"},
     "native": {"quant"},

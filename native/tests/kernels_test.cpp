@@ -1,5 +1,6 @@
 // Row invariance, bounds and threads of the quantised kernels, for the sanitizers: every buffer is exactly as long as the
 // layout says, so that a read or write past an end is seen. Values are checked against a plain dequantised sum.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -16,6 +17,7 @@
 #include "kernels/half.h"
 #include "kernels/low_rank.h"
 #include "kernels/matmul.h"
+#include "kernels/pinned_roster.h"
 #include "kernels/thread_pool.h"
 
 using namespace stoker;
@@ -279,10 +281,36 @@ void test_low_rank(const char* isa) {
   }
 }
 
+void test_pinned_roster() {
+  std::mt19937 rng(5);
+  std::normal_distribution<float> normal;
+  const std::array<std::array<int64_t, 3>, 4> shapes{{{128, 8, 32}, {8, 2, 2}, {5, 5, 5}, {7, 1, 3}}};
+  for (const auto& [E, K, members] : shapes) {
+    const auto wide = static_cast<size_t>(E), narrow = static_cast<size_t>(K);
+    const auto member = std::make_unique<bool[]>(wide);
+    std::fill_n(member.get() + (E - members), members, true);
+    std::vector<int64_t> count(wide), last(wide, -1), gate(narrow), used(narrow), free(narrow);
+    std::vector<float> logits(wide), p(wide, 1.0f / static_cast<float>(E)), gate_weights(narrow, 0.5f), weights(narrow);
+    for (float& value : logits) value = normal(rng);
+    for (int64_t k = 0; k < K; ++k) gate[static_cast<size_t>(k)] = k;
+    const PinnedRoster roster{member.get(), count.data(), last.data(), E, K};
+    const GateRow row{logits.data(), p.data(), gate.data(), gate_weights.data()};
+    RosterToken token;
+    check(pinned_token(roster, row, true, {used.data(), weights.data(), free.data()}, token), "a token is routed", "roster");
+    for (const int64_t expert : used) check(member[static_cast<size_t>(expert)] || token.kept == K, "only members", "roster");
+    check(token.held >= 0 && token.held <= 1, "a share", "roster");
+    use_pinned(roster, used.data(), 9);
+    check(last[static_cast<size_t>(used.back())] == 9 && count[static_cast<size_t>(used.back())] == 1, "uses", "roster");
+    logits.back() = std::nanf("");
+    check(!pinned_token(roster, row, true, {used.data(), weights.data(), free.data()}, token), "NaN says nothing", "roster");
+  }
+}
+
 }  // namespace
 
 int main() {
   test_pool();
+  test_pinned_roster();
   for (const char* isa : {"portable", "avx2", "avx512"}) {
     if (!force_isa(isa)) {
       std::printf("%s: not available here\n", isa);

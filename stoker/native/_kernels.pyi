@@ -153,3 +153,20 @@ class PrerouterHead:
     ) -> None: ...
 
 def make_prerouter_head(dense: Matrix, out: Matrix, table: int, table_is_bf16: bool) -> PrerouterHead: ...
+
+class PinnedRoster:
+    def __init__(self, member: int, count: int, last: int, E: int, K: int) -> None: ...
+    def use(self, experts: int, token: int) -> None: ...
+
+def pinned_tokens(
+    rosters: list[PinnedRoster],
+    logits: int,
+    probabilities: int,
+    gate: int,
+    gate_weights: int,
+    renormalise: bool,
+    used: int,
+    weights: int,
+    free: int,
+) -> list[tuple[float, float, float, float, int, int]] | None: ...
+def held_shares(scores: int, free: int, member: int, T: int, K: int, held: int) -> None: ...

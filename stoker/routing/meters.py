@@ -6,6 +6,7 @@ distribution moved. Knows logits and choices alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,16 @@ class Meters:
             gate_XK, used_XK = rows_XE.gather(1, gate_TK[changed_T]), rows_XE.gather(1, used_TK[changed_T])
             self.mass += float((used_XK.sum(-1) / gate_XK.sum(-1).clamp_min(TINY)).sum())
             self.kl += float(_route_kl(rows_XE, gate_TK[changed_T], used_TK[changed_T]).sum())
+
+    def add(self, facts: Sequence[tuple[float, float, float, float, int, int]], chosen: int) -> None:
+        """Tokens of a layer, as native.roster.TokenFacts of them, each with `chosen` choices."""
+        self.tokens += len(facts)
+        self.choices += len(facts) * chosen
+        for _range, _held, mass, kl, _changed, kept in facts:
+            self.kept += kept
+            self.changed_tokens += kept != chosen
+            self.mass += mass
+            self.kl += kl
 
     def figures(self) -> dict[str, float]:
         """swapped_share of the choices, slot_agreement, weight_mass_kept, route_kl a token and layer (nats)."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.native.roster import PinnedRoster, PinnedRoute, held_shares
 from stoker.routing.shift import Detector, Shift
 
 Floats = NDArray[np.float64]
@@ -53,6 +54,7 @@ class Roster:
         self.repinned: list[int] = []  # tokens at which it was pinned anew after a shift
         self.pins = self.displaced = 0  # how often pinned; how many members outsiders displaced
         self.changed = 0  # choices of the free top-k that were not taken
+        self._native: PinnedRoster | None = None  # on this object's own arrays, once it was asked for
 
     @property
     def pinned(self) -> bool:
@@ -66,6 +68,7 @@ class Roster:
         other = copy(self)
         other.count_E, other.last_E, other.member_E = self.count_E.copy(), self.last_E.copy(), self.member_E.copy()
         other.detector, other.repinned = copy(self.detector), list(self.repinned)
+        other._native = None
         return other
 
     def route(self, scores_TE: NDArray[Any]) -> Ints:
@@ -86,6 +89,33 @@ class Roster:
             done += len(some_TK)
         self.changed += int((free_TK[:, :, None] != taken_TK[:, None, :]).all(-1).sum())
         return taken_TK
+
+    # ---- single tokens of a pinned roster: what `route` does to it, without copies ---------------------------------
+
+    def native(self) -> PinnedRoster:
+        """Routes single tokens of this pinned roster; its counts are this roster's."""
+        if self._native is None:
+            self._native = PinnedRoster(self.member_E, self.count_E, self.last_E, self.chosen)
+        return self._native
+
+    def evidence_after(self, held: float) -> float | None:
+        """What the detector would know after one more token of which the roster holds so much; None where that is a
+        shift: such a token is for `route`."""
+        if self.detector is None:
+            return 0.0
+        evidence = self.detector.evidence_after(held)
+        return None if evidence >= self.detector.shift.evidence else evidence
+
+    def note_token(self, route: PinnedRoute, row: int, evidence: float) -> None:
+        """Keep a token that `native` routed; evidence: as `evidence_after` said, which was not None."""
+        score_range, held, _mass, _kl, changed, _kept = route.facts[row]
+        self.range_sum += score_range
+        self.changed += changed
+        self.native().use(route.experts, row, self.tokens)
+        self.tokens += 1
+        if self.detector is not None:
+            self.detector.note(held, evidence)
+            self._keep_recent(route.free[row : row + 1].numpy())
 
     # ---- one phase each: the choices of at least one token, at most up to where the phase or the roster changes ---
 
@@ -122,9 +152,7 @@ class Roster:
         taken_TK = top(np.where(self.member_E, scores_TE[:tokens], -np.inf), self.chosen)
         self._use(taken_TK)
         if self.detector is not None:
-            since = min(self.detector.excursion, self.detector.shift.explore_tokens)
-            recent_NK = np.concatenate((self.recent_NK, free_TK[:tokens]))
-            self.recent_NK = recent_NK[len(recent_NK) - since :].copy()
+            self._keep_recent(free_TK[:tokens])
         if shifted is not None:
             self._start_anew()
         return taken_TK
@@ -163,6 +191,14 @@ class Roster:
             self.repinned.append(self.tokens)
         self.detector = Detector(self.shift, self.size / len(self.member_E)) if self.shift is not None else None
 
+    def _keep_recent(self, free_TK: Ints) -> None:
+        """The free choices since a change may have begun, with those of the tokens that the detector just saw."""
+        assert self.detector is not None
+        since = min(self.detector.excursion, self.detector.shift.explore_tokens)
+        if since or len(self.recent_NK):
+            recent_NK = np.concatenate((self.recent_NK, free_TK))
+            self.recent_NK = recent_NK[len(recent_NK) - since :].copy()
+
     def _start_anew(self) -> None:
         """Explore, with what the gate has chosen since the change began as the first choices of the new topic."""
         assert self.shift is not None
@@ -178,9 +214,7 @@ class Roster:
 
     def _held_shares(self, scores_TE: Floats, free_TK: Ints) -> Floats:
         """How much of the weight of each token's free choices (softmax of their scores) the roster holds, [T]."""
-        free_scores_TK = np.take_along_axis(scores_TE, free_TK, axis=1)
-        weights_TK = np.exp(free_scores_TK - free_scores_TK[:, :1])
-        return (weights_TK * self.member_E[free_TK]).sum(1) / weights_TK.sum(1)
+        return held_shares(np.take_along_axis(scores_TE, free_TK, axis=1), free_TK, self.member_E)
 
     def _until_pin(self, tokens: int) -> int:
         return tokens if self.pin_at is None else min(tokens, max(1, self.pin_at - self.tokens))

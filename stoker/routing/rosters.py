@@ -9,22 +9,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from stoker.errors import OptionError
+from stoker.native.roster import PinnedRoute, pinned_tokens
 from stoker.routing.meters import Meters
-from stoker.routing.roster import Roster
+from stoker.routing.roster import Phase, Roster
 from stoker.routing.roster_options import LEAST_PREFIX_TOKENS, RosterOptions
 from stoker.routing.rule import LayerInfo, RouteState, RoutingRule, Rows, Span
 from stoker.routing.select import ranks, weigh
 
 
+class PinnedToken(NamedTuple):
+    """A single token of a pinned roster, which learns of it when the step is done: what a failed step must find again
+    need not be copied."""
+
+    roster: Roster
+    route: PinnedRoute
+    row: int
+    evidence: float
+
+
 class RosterState(RouteState):
-    """The rosters of one sequence, by MoE layer; `pending` are those of the step under way."""
+    """The rosters of one sequence, by MoE layer; `pending` is what the step under way makes of them."""
 
     def __init__(self, rule: RosterRule) -> None:
         self._rule = rule
@@ -35,7 +46,7 @@ class RosterState(RouteState):
     def _begin(self, tokens: int) -> None:
         self.began = tokens
         self.rosters = self._rule.fresh(tokens)
-        self.pending: dict[int, Roster] = {}
+        self.pending: dict[int, Roster | PinnedToken] = {}
         self.pin_at: int | None = None
 
     def expect(self, prompt_tokens: int, total_tokens: int) -> None:
@@ -79,6 +90,9 @@ class RosterState(RouteState):
         """Keep what the step made; whether a roster was pinned or given up in it."""
         changed = False
         for layer, roster in self.pending.items():
+            if isinstance(roster, PinnedToken):
+                roster.roster.note_token(roster.route, roster.row, roster.evidence)
+                continue
             before = self.rosters[layer]
             changed |= roster.pins != before.pins or roster.phase is not before.phase
             self.rosters[layer] = roster
@@ -96,6 +110,7 @@ class RosterRule(RoutingRule):
         self.meters = Meters()
         self.rosters_changed = False
         self._layers: Sequence[LayerInfo] = ()
+        self._held: list[bool] = []  # by layer: whether every pinned roster found its slots
         self._states: WeakSet[RosterState] = WeakSet()
         self._pins = self._shifts = 0
 
@@ -109,7 +124,7 @@ class RosterRule(RoutingRule):
                     where=f"--routing roster: layer {info.layer}",
                     got=f"{info.rule.groups} groups",
                 )
-        self._layers = layers
+        self._layers, self._held = layers, [False] * len(layers)
 
     def new_state(self) -> RosterState:
         state = RosterState(self)
@@ -131,6 +146,9 @@ class RosterRule(RoutingRule):
         self, layer: int, rows: Rows, hidden_TD: Tensor, logits_TE: Tensor | None, index_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert logits_TE is not None
+        found = self._pinned_route(layer, rows, logits_TE, index_TK, weights_TK)
+        if found is not None:
+            return found
         rule = self._layers[layer].rule
         logits_TE = logits_TE.float()
         scores_TE = ranks(logits_TE, rule).numpy()
@@ -140,6 +158,32 @@ class RosterRule(RoutingRule):
                 roster = span.state.next_roster(layer, span)
                 used_TK[span.first : span.last] = torch.from_numpy(roster.route(scores_TE[span.first : span.last]))
         return self._weighed(logits_TE, index_TK, weights_TK, used_TK, rule)
+
+    def _pinned_route(
+        self, layer: int, rows: Rows, logits_TE: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """The same for a step of single tokens under pinned rosters, as decoding has them, in one native call; None for
+        any other step, and where a token shows that the topic has changed."""
+        rule = self._layers[layer].rule
+        rosters = _pinned_singles(layer, rows.spans)
+        native = logits_TE.dtype is weights_TK.dtype is torch.float32 and index_TK.dtype is torch.int64
+        if not rosters or len(rosters) != len(index_TK) or not rule.plain or not native:
+            return None
+        logits_TE, index_TK, weights_TK = logits_TE.contiguous(), index_TK.contiguous(), weights_TK.contiguous()
+        members = [roster.native() for roster in rosters]
+        route = pinned_tokens(members, logits_TE, logits_TE.softmax(-1), index_TK, weights_TK, rule.renormalise)
+        if route is None:
+            return None
+        tokens = []
+        for row, (roster, facts) in enumerate(zip(rosters, route.facts, strict=True)):
+            evidence = roster.evidence_after(facts[1])
+            if evidence is None:
+                return None
+            tokens.append(PinnedToken(roster, route, row, evidence))
+        for span, token in zip(rows.spans, tokens, strict=True):
+            span.state.pending[layer] = token
+        self.meters.add(route.facts, rule.top_k)
+        return route.experts, route.weights
 
     def _weighed(
         self, logits_TE: Tensor, index_TK: Tensor, weights_TK: Tensor, used_TK: Tensor, rule: Any
@@ -160,6 +204,11 @@ class RosterRule(RoutingRule):
             return None
         return list(dict.fromkeys(expert for state in states for expert in state.rosters[layer].members()))
 
+    def holds(self, layer: int, rows: Rows) -> bool:
+        return self._held[layer] and all(
+            span.state is not None and span.state.rosters[layer].pinned for span in rows.spans
+        )
+
     def after_step(self, rows: Rows) -> None:
         for span in rows.spans:
             if span.state is not None:
@@ -177,7 +226,8 @@ class RosterRule(RoutingRule):
             pinned = [state.rosters[info.index] for state in self._states if state.rosters[info.index].pinned]
             shared = Counter(expert for roster in pinned for expert in roster.members())
             uses = Counter({e: int(sum(roster.count_E[e] for roster in pinned)) for e in shared})
-            info.hold(sorted(shared, key=lambda expert: (-shared[expert], -uses[expert], expert)))
+            held = info.hold(sorted(shared, key=lambda expert: (-shared[expert], -uses[expert], expert)))
+            self._held[info.index] = held == len(shared)
         self._layers[0].settle()
 
     def room(self) -> int | None:
@@ -211,3 +261,16 @@ class RosterRule(RoutingRule):
             "routed_choices": self.meters.choices,
             "swapped_choices": self.meters.choices - self.meters.kept,
         }
+
+
+def _pinned_singles(layer: int, spans: Sequence[Span]) -> list[Roster] | None:
+    """The rosters of a step's sequences where each has one token under a pinned one."""
+    rosters = []
+    for span in spans:
+        if span.state is None or span.last - span.first != 1:
+            return None
+        roster = span.state.rosters[layer]
+        if roster.phase is not Phase.PINNED:
+            return None
+        rosters.append(roster)
+    return rosters

@@ -146,6 +146,10 @@ class RoutingRule:
         the layer's gate guess."""
         return None
 
+    def holds(self, layer: int, rows: Rows) -> bool:
+        """Whether all that `layer` can use in this step stays in memory by the rule's doing: nothing to read ahead."""
+        return False
+
     def after_step(self, rows: Rows) -> None:
         """The step is done, and its sequences have grown."""
 

@@ -45,16 +45,25 @@ class Detector:
     def watch(self, held_T: NDArray[np.float64]) -> int | None:
         """How many of the tokens were needed to see a shift; None: there was none in them."""
         for place, held in enumerate(held_T.tolist()):
-            if self.weight >= self.shift.settle_tokens:
-                self.evidence = max(0.0, self.evidence + self._says(held))
-            self.excursion += 1
-            self.sum += held
-            self.square_sum += held * held
-            if self.evidence >= self.shift.evidence:
+            if self.note(held, self.evidence_after(held)):
                 return place + 1
-            if self.evidence == 0:
-                self._learn()
         return None
+
+    def evidence_after(self, held: float) -> float:
+        """What the evidence is with one more token; changes nothing."""
+        return max(0.0, self.evidence + self._says(held)) if self.weight >= self.shift.settle_tokens else self.evidence
+
+    def note(self, held: float, evidence: float) -> bool:
+        """One more token, with the evidence after it; whether that is a shift."""
+        self.evidence = evidence
+        self.excursion += 1
+        self.sum += held
+        self.square_sum += held * held
+        if evidence >= self.shift.evidence:
+            return True
+        if evidence == 0:
+            self._learn()
+        return False
 
     def _says(self, held: float) -> float:
         """The log-likelihood ratio of the fallen mean to the learned one, in nats, at most 1 either way."""

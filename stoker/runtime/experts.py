@@ -131,8 +131,9 @@ class StreamedExperts:
         self.router: nn.Module | None = None  # this layer's own gate, used by the previous layer to look ahead
         self.index = 0  # among the MoE layers
         self.rule: RoutingRule | None = None  # may change the gate's routes
-        self.waits = False  # the rule's next step is to be read as soon as it is known and there is room
-        self.logits: Tensor | None = None  # [T, E] of the gate, left here by a hook where the rule wants them
+        self.foresees = False  # the rule may know this layer's next step
+        self.waits = False  # that is to be read as soon as it is known and there is room
+        self.logits: Tensor | None = None  # [T, E] of the gate, left by what stands around it if the rule wants them
 
     def forward(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return self._forward(hidden_TD, index_TK, weights_TK, None)
@@ -149,7 +150,7 @@ class StreamedExperts:
             return self._pass_by(hidden_TD, index_TK, weights_TK, residual_TD)
         if self.rule is not None:
             logits_TE, self.logits = self.logits, None
-            self.waits = True
+            self.waits = self.foresees
             index_TK, weights_TK = self.rule.route(
                 self.index, self.step.rows, hidden_TD, logits_TE, index_TK, weights_TK
             )
@@ -185,7 +186,7 @@ class StreamedExperts:
         with self.residency.acquire(self.pool, pairs.experts) as lease:
             if self.step.phase == "decode":
                 self._read_ahead(hidden_TD)
-            if self.rule is not None:
+            if self.foresees:
                 self.stage_coming()
             if residual_TD is not None and lease.all_present and len(index_TK) == 1:
                 return self.kernel.forward_token(lease.addresses, hidden_TD, weights_TK, residual_TD)
@@ -201,17 +202,23 @@ class StreamedExperts:
 
     def _read_ahead(self, hidden_TD: Tensor) -> None:
         """Submitted behind this layer's demand reads: the device works on while the last of them is computed."""
-        following = self.next
-        if self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(self.pool):
+        following, guesses = self.next, self.prefetch and self.path in ("auto", "hot")
+        if guesses and self._may_read():
             self.residency.cancel_prefetches(self.pool)  # what was guessed, has not started, and is not wanted
         if following is None:
             return
         if self.path == "staged":
             self.residency.stage(following.pool, following.look_ahead(hidden_TD))
-        elif self.prefetch and self.path in ("auto", "hot") and not self.residency.complete(following.pool):
+        elif guesses and following._may_read():
             likely = following.look_ahead(hidden_TD)
             if likely:
                 self.residency.prefetch(following.pool, likely, limit=self.prefetch)
+
+    def _may_read(self) -> bool:
+        """Whether this step may need experts of this layer that are not in memory."""
+        if self.residency.complete(self.pool):
+            return False
+        return self.rule is None or not self.rule.holds(self.index, self.step.rows)
 
     def stage_coming(self) -> None:
         """Read what the rule knows of this layer's next step, behind all demand. `self.waits` stays where it knows

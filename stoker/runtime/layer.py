@@ -3,7 +3,8 @@
     h = x + attention(before(x));   y = h + mlp(after(h))
 
 Computes what the parts compute, bit for bit, LoRAs of the attention included, and leaves the route to the block
-wherever somebody listens or steps in between: a rule in the gate's place, a hook on gate or experts. Knows no store.
+wherever somebody steps in between: a rule that can do without the gate, a hook on gate or experts. A rule that asks for
+the gate's logits alone is handed them. Knows no store.
 """
 
 from __future__ import annotations
@@ -52,15 +53,21 @@ class FusedLayer(nn.Module):
         x_TD = hidden_states.view(-1, self._width)
         shared = (*step.turn(position_embeddings), *step.cache(), attention.adapted())
         if self._routing_front is not None and _alone(block, gate, experts):
-            hidden_TD, normed_TD, _logits, weights_TK, index_TK = self._routing_front.forward(x_TD, *shared)
+            hidden_TD, normed_TD, logits_TE, weights_TK, index_TK = self._routing_front.forward(x_TD, *shared)
+            if block._modules["gate"] is not gate:
+                experts.streamed.logits = logits_TE
             return experts.streamed.add_to(hidden_TD, normed_TD, index_TK, weights_TK).view(hidden_states.shape)
         front = self._front.forward(x_TD, *shared)
         return front.hidden.view(hidden_states.shape) + block(front.normed.view(hidden_states.shape))
 
 
 def _alone(block: Any, gate: Any, experts: Any) -> bool:
-    """Whether the block's gate is still the one that the native call knows, and nobody listens to it or the experts."""
-    return block._modules["gate"] is gate and not gate._forward_hooks and not experts._forward_hooks
+    """Whether the block's gate is still the one that the native call knows, and nobody listens to it or the experts but
+    a rule that wants its logits."""
+    found = block._modules["gate"]
+    if found is not gate and not (getattr(found, "listens", False) and not found._forward_hooks):
+        return False
+    return not gate._forward_hooks and not experts._forward_hooks
 
 
 class EchoExperts:

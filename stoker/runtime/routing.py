@@ -36,6 +36,7 @@ def attach_rule(model: PreTrainedModel, residency: Residency, rule: RoutingRule)
     for index, block in enumerate(blocks):
         streamed = block.experts.streamed
         streamed.index, streamed.rule = index, rule
+        streamed.foresees = type(rule).coming is not RoutingRule.coming
         if not _watches_gate(rule):
             continue
         if block.router is not None and block.router_path is not None:
@@ -55,6 +56,7 @@ def detach_rule(model: PreTrainedModel) -> None:
     """Undo `attach_rule`: from the next step on every gate's route is used."""
     for block in moe_blocks(model):
         block.experts.streamed.rule = block.experts.streamed.logits = None
+        block.experts.streamed.foresees = block.experts.streamed.waits = False
         if isinstance(block.router, RuledRouter) and block.router_path is not None:
             model.set_submodule(block.router_path, block.router.gate, strict=True)
 
@@ -89,12 +91,16 @@ def lora_rows(parts: Sequence[Part]) -> tuple[LoraRows, ...]:
 
 
 class RuledRouter(nn.Module):
-    """Stands where a gate stood: leaves its logits for the rule, and asks it only where the rule needs it."""
+    """Stands where a gate stood: leaves its logits for the rule, and asks it only where the rule needs it.
+
+    listens: it does nothing else, so whoever computes the gate's route elsewhere may leave the logits in its place.
+    """
 
     def __init__(self, gate: nn.Module, streamed: Any, rule: RoutingRule) -> None:
         super().__init__()
         self.gate, self._streamed, self._rule = gate, streamed, rule
         self._wants_logits = rule.wants_logits
+        self.listens = rule.wants_logits and type(rule).needs_gate is RoutingRule.needs_gate
 
     def forward(self, hidden: Tensor, *more: Any) -> tuple[Any, ...]:
         streamed = self._streamed

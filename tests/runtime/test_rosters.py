@@ -11,6 +11,7 @@ from stoker.routing.roster_options import Prefix, RosterOptions
 from stoker.routing.rosters import RosterRule
 from stoker.routing.shift import Shift
 from stoker.runtime.model import Options, load
+from stoker.runtime.skeleton import moe_blocks
 from stoker.runtime.step import Part
 from stoker.store.reader import open_store
 from tests.routing.roster_oracle import PlainRoster
@@ -118,6 +119,33 @@ def test_decode_reads_nothing_once_pinned(packed: Packer) -> None:
                 )
             sequence.close()
     assert misses["exact"][0] > 20
+
+
+def test_pinned_steps_ask_nothing_of_residency_and_stay_in_the_layers_one_call(
+    packed: Packer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither guesses nor gives up reads; and a gate that somebody listens to, apart from the layer's call, says the
+    same."""
+    ids = some_ids(1, 60)[0].tolist()
+    found = []
+    for listened in (False, True):
+        with load(packed("qwen3_moe", 4), Options(**LIMITS, slots=[6, 6, 6])) as model:
+            model.follow(RosterRule(OPTIONS))
+            sequence = model.new_sequence()
+            model.prefill(sequence, ids[:PROMPT])
+            gates: list[int] = []
+            if listened:
+                for block in moe_blocks(model.model):
+                    assert block.router is not None
+                    block.router.register_forward_hook(lambda *_, seen=gates: seen.append(1))
+            model.decode([sequence], [ids[PROMPT]])
+            for name in ("prefetch", "cancel_prefetches", "stage"):
+                monkeypatch.setattr(model.residency, name, None)
+            rows = [model.decode([sequence], [token]) for token in ids[PROMPT + 1 :]]
+            assert len(gates) == (3 * len(ids[PROMPT:]) if listened else 0)
+            found.append(torch.cat(rows))
+            sequence.close()
+    assert torch.equal(*found)
 
 
 def test_a_failed_step_leaves_the_rosters_as_they_were(packed: Packer) -> None:
