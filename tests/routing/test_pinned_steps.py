@@ -17,7 +17,7 @@ from stoker.routing.rule import LayerInfo, Rows, Span
 from stoker.routing.select import LayerRule
 from stoker.routing.shift import Shift
 
-LAYERS, STEPS, PROMPT, TOPIC = 2, 260, 20, 60
+LAYERS, STEPS, PROMPT, TOPIC = 2, 150, 20, 50
 QUICK = Shift(evidence=4.0, settle_tokens=8, memory_tokens=48, explore_tokens=16)
 
 
@@ -118,7 +118,8 @@ def test_equals_the_general_rule_in_every_bit(
             rule.after_step(one)
         for one, tokens in parts:
             lengths[one] += tokens
-        assert all(same_states(one, other) for one, other in zip(ours, theirs, strict=True))
+        assert number % 7 or all(same_states(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(same_states(one, other) for one, other in zip(ours, theirs, strict=True))
     assert fast.counters() == general.counters()
     assert fast.figures() == pytest.approx(general.figures(), rel=1e-4)
     assert (native > 50) == layer_rule.plain
