@@ -24,7 +24,7 @@ from stoker.runtime.depth import GOOD_ENOUGH
 RECORD_BYTES = (256 << 10, 1 << 20, 2_654_208, 8 << 20)  # 2.65 MB: an expert of 3 x 2048 x 768 at 4 bits
 BUFFERED_BYTES = RECORD_BYTES[2]
 BURSTS = (1, 2, 4, 8)
-DEPTHS = (1, 2, 4, 8)
+DEPTHS = (1, 3, 4, 8)
 QUEUE_DEPTH = 8  # at most
 SCRATCH_BYTES = 512 << 20
 WEIGHTS_BYTES = 256 << 20  # a file this large is worth reading

@@ -50,11 +50,15 @@ def test_kernels_stay_below_memory_and_above_nothing(monkeypatch: pytest.MonkeyP
     assert all(rate > 0 for rate in found.attention_macs_s.values())
 
 
+def test_the_probe_measures_what_the_engine_may_choose() -> None:
+    assert set(probe_disk.CHOICES) & set(probe_disk.DEPTHS) >= {3, 4, 8}
+
+
 def test_the_depth_is_the_least_that_nearly_reaches_the_best_rate() -> None:
     def rates(*by_depth: float) -> list[Sustained]:
-        return [Sustained(1 << 20, d, rate, 1.0, 1.0) for d, rate in zip((1, 2, 4, 8), by_depth, strict=True)]
+        return [Sustained(1 << 20, d, rate, 1.0, 1.0) for d, rate in zip((1, 3, 4, 8), by_depth, strict=True)]
 
-    assert probe_disk.engines_depth(rates(2.0, 1.9, 2.0, 2.0)) == 2
+    assert probe_disk.engines_depth(rates(2.0, 1.9, 2.0, 2.0)) == 3
     assert probe_disk.engines_depth(rates(1.0, 1.5, 1.9, 2.0)) == 4
 
 
