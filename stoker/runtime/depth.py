@@ -15,10 +15,7 @@ from stoker.store.reader import Store
 
 DEPTHS = (3, 4, 8, 16)  # with two the device would idle whenever the thread that reads waits for a core
 GOOD_ENOUGH = 0.9  # of the best rate
-FOR_MANY = (
-    4  # at least, for several answers at once: their many reads are a queue in any case, and while the cores compute
-)
-# the device waits longer for the next read than it does on an idle machine
+FOR_MANY = 4  # at least, for several answers at once: their many reads are a queue in any case
 MEASURE_BYTES = 48 << 20  # at each depth
 MEASURE_SECONDS = 0.03
 ROUNDS = 3  # the best of each: a neighbour can only slow a read down

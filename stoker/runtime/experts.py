@@ -27,10 +27,9 @@ from stoker.runtime.uses import LayerUses
 if TYPE_CHECKING:
     from stoker.residency import Residency
 
-WIDE_AHEAD = (
-    2  # where answers need more experts than there are slots, the device would wait for the next layer's reads:
-)
-WIDE_AHEAD_TOKENS = 2  # twice `prefetch` of them are sent ahead, and as many as `prefetch` more for so many answers
+# Where answers need more experts than there are slots, the device would wait between two layers' reads: of those of the
+# next one twice `prefetch` are sent ahead, and as many as `prefetch` more for every two answers.
+WIDE_AHEAD, WIDE_AHEAD_TOKENS = 2, 2
 STREAM_GROUP = 8  # experts computed in one native call where as many are there: a call costs two wake-ups
 
 Path = Literal["auto", "exact", "staged", "hot", "whole_layer"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stoker.errors import OptionError
-from stoker.runtime.model import Options, load
+from stoker.runtime.depth import FOR_MANY
+from stoker.runtime.model import FEW_TOKENS, Options, load
 from stoker.runtime.sequence import CacheSequence, cache_state_bytes
 from stoker.runtime.step import Part
 from stoker.store.reader import open_store
@@ -111,3 +112,29 @@ def test_no_composition_of_a_step_changes_a_bit(name: str, packed: Packer) -> No
                     assert torch.equal(row, wanted[index][part.sequence.length - 1])
             for sequence in sequences:
                 sequence.close()
+
+
+def test_reads_in_flight_follow_the_step(packed: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured for one answer alone, at least four for several; a depth that is named is kept."""
+    for depth, many in ((None, FOR_MANY), (2, 2)):
+        options = Options(memory="8GiB", ctx_size=128, kv_tokens=512, threads=1, parallel=4, depth=depth)
+        with load(packed("qwen3_moe", 4), options) as runtime:
+            told: list[int] = []
+            monkeypatch.setattr(runtime.queue, "allow", told.append)
+            first, second = runtime.new_sequence(), runtime.new_sequence()
+            runtime.prefill(first, [5, 6])
+            runtime.prefill(second, [7])
+            runtime.decode([first, second], [8, 9])
+            assert told == [runtime.depth, runtime.depth, runtime.queue.depth] and runtime.queue.depth >= many
+            assert depth is None or runtime.queue.depth == depth
+
+
+def test_small_steps_leave_torch_one_thread(packed: Packer) -> None:
+    before, seen = torch.get_num_threads(), []
+    with load(packed("qwen3_moe", 4), Options(memory="8GiB", ctx_size=256, threads=2)) as runtime:
+        runtime.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+        sequence = runtime.new_sequence()
+        runtime.prefill(sequence, list(range(3, 3 + FEW_TOKENS + 1)))
+        runtime.decode([sequence], [5])
+        assert seen == [2, 1] and torch.get_num_threads() == 2
+    torch.set_num_threads(before)
