@@ -1,4 +1,5 @@
-"""Fixtures of the tests of native reading: a file of random records on the disk, and an arena with a slot for each."""
+"""Fixtures of the native tests: each instruction set in turn; a file of random records on the disk, and an arena with a
+slot for each."""
 
 from __future__ import annotations
 
@@ -8,8 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from stoker.native import kernels
 from stoker.native.io import Arena, drop_cache
+from tests.native.isas import available
 from tests.native.reading import RECORD, RECORDS, SENTINEL
+
+
+@pytest.fixture(params=available())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = kernels.isa()
+    kernels.force_isa(request.param)
+    yield request.param
+    kernels.force_isa(before)
 
 
 @pytest.fixture(scope="module")

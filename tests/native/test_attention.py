@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from isas import available
 from paged import Layer, eager, relative
 from torch import Tensor
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
@@ -20,26 +20,6 @@ from stoker.native import kernels
 from stoker.native.attention import Attention
 
 WIDTH = 96
-
-
-def available() -> list[str]:
-    chosen, names = kernels.isa(), []
-    for name in kernels.ISAS:
-        try:
-            kernels.force_isa(name)
-        except OptionError:
-            continue
-        names.append(name)
-    kernels.force_isa(chosen)
-    return names
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 def randomised(module: torch.nn.Module, seed: int = 0) -> Any:

@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_matmul import available
+from isas import available
 from tile16 import random_matrix, random_record, relative_error, worst_element
 
 from stoker.errors import OptionError
@@ -27,14 +26,6 @@ FORMATS = [
     WeightFormat("bf16"),
     WeightFormat("f32"),
 ]
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 def make_layout(

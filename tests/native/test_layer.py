@@ -1,6 +1,5 @@
 """The first part of a decoder layer in one call, and a token through its experts: the bits of the parts one by one."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from paged import Layer
 from test_experts import A4, Pool, make_layout
-from test_matmul import available
 from tile16 import aligned, to_tiles
 from torch import Tensor
 from transformers import Qwen3MoeConfig
@@ -20,14 +18,6 @@ from stoker.native.layer import FrontResult, LayerFront, Norm, Router
 from stoker.quant.formats import MatrixSpec, WeightFormat
 
 WIDTH, EXPERTS, TOP_K = 96, 12, 3
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 def some_layer() -> SimpleNamespace:

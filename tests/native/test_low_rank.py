@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import available
 from paged import Layer, eager, relative
-from test_matmul import available
 from tile16 import random_matrix
 from torch import Tensor
 from transformers import Qwen3MoeConfig
@@ -23,14 +23,6 @@ from stoker.quant.formats import WeightFormat
 from stoker.runtime.linear import plain_matrix
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM = 96, 6, 2, 20  # heads begin and end inside tiles
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 @pytest.fixture

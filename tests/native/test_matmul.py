@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import available
 from tile16 import aligned, random_matrix, relative_error, worst_element
 
 from stoker.errors import OptionError
@@ -18,26 +19,6 @@ AFFINE = [WeightFormat("affine", b, g, s) for b, g, s in itertools.product((4, 8
 FORMATS = [*AFFINE, WeightFormat("bf16"), WeightFormat("f32")]
 TOLERANCE = {"affine": 1e-2, "bf16": 4e-3, "f32": 2e-6}  # int8 and bf16 activations, f32 sums
 FINE_TOLERANCE = {"affine": 5e-5, "bf16": 1e-6, "f32": 1e-6}  # activation_bits=16
-
-
-def available() -> list[str]:
-    chosen, names = kernels.isa(), []
-    for name in kernels.ISAS:
-        try:
-            kernels.force_isa(name)
-        except OptionError:
-            continue
-        names.append(name)
-    kernels.force_isa(chosen)
-    return names
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from test_matmul import available
 from tile16 import aligned, float_bits, to_tiles
 from torch import Tensor
 
@@ -30,14 +29,6 @@ class Seen(NamedTuple):
 
     def rows(self, first: int, last: int) -> Seen:
         return Seen(*(part[first:last].contiguous() for part in self))
-
-
-@pytest.fixture(params=available())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 @pytest.fixture
