@@ -7,7 +7,8 @@ every token: what untrained heads give, the worst case of every cache) and recor
 choices). `exact` reads ahead by a look at the next gate with the recall that is measured for real gates
 (stoker/routing/replay.py).
 `prerouter` evaluates real heads (random weights, all their cost) and its answers are then turned into the given routes;
-its first MoE layer keeps its gate. `--late` adds an arm that evaluates all heads after the step.
+its first MoE layer keeps its gate. `next` does so with heads that see the token that the route is for, all of them before
+its step.
 
 Per cell: step time, stall and bytes a token, hit rate, peak memory; the device's own rate measured beside each round;
 read_ms = bytes / rate, compute_ms = step - stall, bound = the larger, ratio = step / bound (bar: at most 1.15). Cells
@@ -68,14 +69,25 @@ class GivenRoutes:
     def owners(self) -> Any:
         return self._bank.owners
 
+    @property
+    def sees_next(self) -> bool:
+        return self._bank.sees_next
+
     def seek(self, routes_LTK: np.ndarray, token: int) -> None:
         """The next answer of every head is the route of this token."""
         self.routes_LTK, self._at = routes_LTK, dict.fromkeys(self.owners, token)
 
     def route(
-        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+        self,
+        owner: int,
+        hidden_TD: Tensor,
+        used_TK: Tensor,
+        before_TK: Tensor,
+        rule: LayerRule,
+        top_k: int,
+        ahead_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _, weights_TK = self._bank.route(owner, hidden_TD, used_TK, before_TK, rule, top_k)
+        _, weights_TK = self._bank.route(owner, hidden_TD, used_TK, before_TK, rule, top_k, ahead_TD)
         first = self._at[owner]
         self._at[owner] = first + len(weights_TK)
         routes_TK = self.routes_LTK[self._layer_after[owner]]
@@ -88,15 +100,14 @@ def uniform_routes(layers: int, experts: int, top_k: int) -> np.ndarray:
     return np.argsort(random.random((layers, UNIFORM_TOKENS, experts)), -1)[..., :top_k]
 
 
-def opened(arm: str, arguments: argparse.Namespace, memory: str, adapter: Path, top_k: int) -> Runtime:
+def opened(arm: str, arguments: argparse.Namespace, memory: str, adapters: dict[str, Path], top_k: int) -> Runtime:
     options: dict[str, Any] = {"memory": memory, "ctx_size": 512, "threads": arguments.threads}
     options |= {"policy": arguments.policy}
     if arm == "exact":
         return load(arguments.store, Options(**options))
-    runtime = load(arguments.store, Options(**options, adapter=str(adapter), routing="prerouter"))
+    runtime = load(arguments.store, Options(**options, adapter=str(adapters[arm]), routing="prerouter"))
     rule = runtime.rule
     assert isinstance(rule, Prerouter) and rule.top_k == top_k
-    rule.early = arm == "prerouter"
     rule.bank = GivenRoutes(rule.bank, rule._layers)
     return runtime
 
@@ -141,11 +152,16 @@ def session(runtime: Runtime, warm: int, steps: int) -> dict[str, Any]:
 
 
 def measure(
-    arm: str, arguments: argparse.Namespace, memory: str, adapter: Path, top_k: int, kinds: dict[str, np.ndarray]
+    arm: str,
+    arguments: argparse.Namespace,
+    memory: str,
+    adapters: dict[str, Path],
+    top_k: int,
+    kinds: dict[str, np.ndarray],
 ) -> dict[str, dict[str, Any]]:
     """One load; a session for each kind of routes."""
     _hand_back()
-    runtime = opened(arm, arguments, memory, adapter, top_k)
+    runtime = opened(arm, arguments, memory, adapters, top_k)
     try:
         replay = None
         if arm == "exact":
@@ -188,7 +204,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--policy", default="lru")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--late", action="store_true", help="also with all heads after the step")
+    parser.add_argument("--arms", nargs="+", default=["exact", "prerouter", "next"])
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     store = open_store(arguments.store)
@@ -196,11 +212,12 @@ def main() -> None:
     recorded = None if arguments.routes is None else load_experts(arguments.routes)
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cells": {}}
     result |= {"store": store.fingerprint, "layers": layers, "policy": arguments.policy, "steps": arguments.steps}
-    arms = ["exact", "prerouter", *(["late"] if arguments.late else [])]
+    arms = arguments.arms
     with tempfile.TemporaryDirectory() as folder:
         for top_k in arguments.k:
-            adapter = Path(folder) / f"k{top_k}"
-            init_adapter(store, adapter, top_k=top_k, random=True)
+            adapters = {arm: Path(folder) / f"{arm}-k{top_k}" for arm in arms if arm != "exact"}
+            for arm, adapter in adapters.items():
+                init_adapter(store, adapter, top_k=top_k, random=True, next_token=arm == "next")
             kinds = {"uniform": uniform_routes(layers, experts, top_k)}
             if recorded is not None:
                 kinds["recorded"] = np.ascontiguousarray(recorded[:layers, :, :top_k], dtype=np.int64)
@@ -212,7 +229,7 @@ def main() -> None:
                 for round_ in range(arguments.rounds):
                     rate = device_rate(arguments.store, seconds=1.0)
                     for arm in arms if round_ % 2 == 0 else arms[::-1]:
-                        for kind, figures in measure(arm, arguments, memory, adapter, top_k, kinds).items():
+                        for kind, figures in measure(arm, arguments, memory, adapters, top_k, kinds).items():
                             runs[names[arm, kind]].append(bounded(figures, rate))
                 result["cells"] |= {name: summary(found) for name, found in runs.items()}
                 write_result(arguments.out, {k: v for k, v in result.items() if k != "provenance"})

@@ -57,6 +57,7 @@ class Row:
     owners: str = "all"
     seed: int = 0
     bits: int = 4
+    next_token: bool = False  # heads also see the token that the route is for
 
     @property
     def layers(self) -> list[int] | None:
@@ -88,6 +89,11 @@ def rows(chosen: int, layers: int) -> Iterator[Row]:
     for seed in (1, 2):
         for count in (1, 2, 3):
             yield Row(", ".join(THREE[:count]), THREE[:count], seed=seed)
+    for count in (0, 1, 2, 3):
+        yield Row(f"next token seen: {', '.join(THREE[:count]) or 'untrained heads'}", THREE[:count], next_token=True)
+    for seed in (1, 2):
+        for count in (1, 2, 3):
+            yield Row(f"next token seen: {', '.join(THREE[:count])}", THREE[:count], seed=seed, next_token=True)
     yield Row("LoRA without prerouter", ("sft", "distill"), heads=False)
     yield Row("LoRA without prerouter: sft", ("sft",), heads=False)
     yield Row("heads, then sft jointly", ("heads", "sft-joint"))
@@ -153,7 +159,7 @@ class Study:
         started = time.monotonic()
         student = Student.of(self.base(row.bits), row.k or None)
         if row.heads:
-            student.add_heads(row.layers, seed=row.seed)
+            student.add_heads(row.layers, seed=row.seed, next_token=row.next_token)
         done: tuple[str, ...] = ()
         for stage in row.stages:
             done = (*done, stage)
@@ -171,7 +177,7 @@ class Study:
         stage, _, variant = done[-1].partition("-")
         if stage != "heads" and not student.lora:
             student.add_lora(LORA, row.seed)
-        gates = "gates" if not row.heads else f"owners-{row.owners}"
+        gates = "gates" if not row.heads else f"owners-{row.owners}" + ("-next" if row.next_token else "")
         place = self.directory / f"k{student.top_k}-{gates}-seed{row.seed}" / "+".join(done)
         options = StageOptions(
             sequences=SEQUENCES, loss="set" if variant == "set" else "kl", train_heads=variant == "joint",

@@ -44,6 +44,8 @@ class Adapter:
         """Of everything that changes a number: tensors by their files' hashes, K, owners, roster."""
         m = self.manifest
         parts = [m.files, m.top_k, None if m.heads is None else m.heads.owners, dict(m.roster or {})]
+        if m.heads is not None and m.heads.next_scale:
+            parts.append(m.heads.next_scale)
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()[:32]
 
     def about(self) -> dict[str, Any]:
@@ -168,13 +170,17 @@ def _own(directory: Path, store: Store) -> Adapter:
                 "a file is not the one that the manifest describes", where=str(directory / name), expected=expected,
                 got=found, remedy="copy the adapter again",
             )  # fmt: skip
-    found_heads = heads.from_tensors(load_tensors(directory / HEADS_FILE), HEADS_FILE) if manifest.heads else {}
+    found_heads = _own_heads(directory, manifest.heads) if manifest.heads else {}
     if manifest.heads is not None and tuple(found_heads) != manifest.heads.owners:
         raise AdapterError(
             "the heads are not those of the manifest", where=str(directory), expected=list(manifest.heads.owners),
             got=list(found_heads),
         )  # fmt: skip
     return Adapter(directory, manifest, found_heads, lora.read_lora(directory) if manifest.lora else {})
+
+
+def _own_heads(directory: Path, about: HeadsInfo) -> Heads:
+    return heads.from_tensors(load_tensors(directory / HEADS_FILE), HEADS_FILE, about.next_scale)
 
 
 def _peft(directory: Path, store: Store) -> Adapter:
@@ -205,7 +211,7 @@ def _heads_info(found: Heads) -> HeadsInfo | None:
     if not found:
         return None
     first = next(iter(found.values()))
-    return HeadsInfo(tuple(sorted(found)), first.width, first.experts, first.hidden)
+    return HeadsInfo(tuple(sorted(found)), first.width, first.experts, first.hidden, first.next_scale)
 
 
 def _lora_info(pairs: Lora) -> LoraInfo | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from stoker.adapter.adapter import Adapter, experts_of, moe_layers, save_adapter, width_of
-from stoker.adapter.heads import HIDDEN, random_head, warm_head
+from stoker.adapter.heads import HIDDEN, random_head, scale_for, warm_head
 from stoker.errors import AdapterError
 from stoker.quant.reference import Parts, dequantize
 from stoker.store.reader import DenseTensor, Store
@@ -25,19 +25,22 @@ def init_adapter(
     owners: Sequence[int] | None = None,
     hidden: int = HIDDEN,
     random: bool = False,
+    next_token: bool = False,
     seed: int = 0,
 ) -> Adapter:
-    """Write an untrained adapter. owners: decoder layers, None for every MoE layer that another follows."""
+    """Write an untrained adapter. owners: decoder layers, None for every MoE layer that another follows. next_token:
+    the heads also see the token that the route is for."""
     layers = moe_layers(store)
     chosen = list(layers[:-1] if owners is None else owners)
     if bad := [owner for owner in chosen if owner not in layers[:-1]]:
         raise AdapterError(
             "no MoE layer follows these", where="--owners", expected=f"{layers[0]} to {layers[-2]}", got=bad
         )
+    scale = scale_for(embedding_of(store)) if next_token else 0.0
     if random:
-        heads = {o: random_head(experts_of(store), width_of(store), hidden, seed + o) for o in chosen}
+        heads = {o: random_head(experts_of(store), width_of(store), hidden, seed + o, scale) for o in chosen}
     else:
-        heads = {o: warm_head(gate_of(store, layers[layers.index(o) + 1]), hidden, seed + o) for o in chosen}
+        heads = {o: warm_head(gate_of(store, layers[layers.index(o) + 1]), hidden, seed + o, scale) for o in chosen}
     recipe = {"stage": "untrained", "start": "random" if random else "the next layer's gate", "seed": seed}
     return save_adapter(directory, store=store, top_k=top_k, heads_by_owner=heads, recipe=recipe)
 
@@ -54,6 +57,17 @@ def gate_of(store: Store, layer: int) -> Tensor:
         raise AdapterError(
             "the gate of a layer was not found", where=f"{store.path}: layer {layer}", expected=f"one matrix {shape}",
             got=[tensor.name for tensor in found], remedy="make the heads with --random, or train them",
+        )  # fmt: skip
+    return _value(found[0])
+
+
+def embedding_of(store: Store) -> Tensor:
+    """The table of the tokens' embeddings [V, D]. Raises AdapterError where there is none or more than one."""
+    found = [t for name, t in store.dense.items() if name.endswith("embed_tokens.weight") and len(t.shape) == 2]
+    if len(found) != 1:
+        raise AdapterError(
+            "the embeddings were not found", where=str(store.path), expected="one matrix embed_tokens.weight",
+            got=[tensor.name for tensor in found], remedy="make heads that do not see the next token, or train them",
         )  # fmt: skip
     return _value(found[0])
 

@@ -20,12 +20,14 @@ FORMAT, VERSION, NAME = "stoker-adapter", 1, "manifest.json"
 
 @dataclass(frozen=True)
 class HeadsInfo:
-    """owners: decoder layers that have a head; width, experts, hidden: D, E and H of every head."""
+    """owners: decoder layers that have a head; width, experts, hidden: D, E and H of every head; next_scale: what heads
+    that see the next token multiply its embedding by, else 0."""
 
     owners: tuple[int, ...]
     width: int
     experts: int
     hidden: int
+    next_scale: float = 0.0
 
 
 @dataclass(frozen=True)

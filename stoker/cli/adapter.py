@@ -34,6 +34,9 @@ def init(
     random: Annotated[
         bool, typer.Option("--random", help="Random heads, to measure speed: routes that mean nothing.")
     ] = False,
+    next_token: Annotated[
+        bool, typer.Option("--next-token/--one-ahead", help="Heads also see the token that the route is for, or not.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the random parts.")] = 0,
 ) -> None:
     """Make prerouter heads that nobody has trained: they apply the next layer's gate one token early."""
@@ -43,8 +46,9 @@ def init(
     from stoker.store.reader import open_store
 
     adapter = init_adapter(
-        open_store(store), directory, top_k=k, owners=layers_of(owners), hidden=hidden, random=random, seed=seed
-    )
+        open_store(store), directory, top_k=k, owners=layers_of(owners), hidden=hidden, random=random,
+        next_token=next_token, seed=seed,
+    )  # fmt: skip
     print("\n".join(_lines(directory, adapter.manifest)))
 
 
@@ -79,7 +83,8 @@ def _lines(directory: Path, m: "Manifest") -> list[str]:
         owners = m.heads.owners
         lines.append(
             f"  heads     {len(owners)}, layers {owners[0]} to {owners[-1]} predict the next; "
-            f"{m.heads.width} + 2 x {m.heads.experts} -> {m.heads.hidden} -> {m.heads.experts}"
+            f"{m.heads.width}{' x 2' if m.heads.next_scale else ''} + 2 x {m.heads.experts} -> {m.heads.hidden} -> "
+            f"{m.heads.experts}{', the token that the route is for seen' if m.heads.next_scale else ''}"
         )
     if m.lora is not None:
         lines.append(f"  LoRA      rank {m.lora.rank}, scale {m.lora.scale:g}, {len(m.lora.targets)} linears")

@@ -47,6 +47,14 @@ Owners = Annotated[
     typer.Option(metavar="LAYERS", help="Layers with a head: 3-10,12 (default: all that can).", rich_help_panel=_HEADS),
 ]
 Hidden = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=_HEADS)]
+NextToken = Annotated[
+    bool,
+    typer.Option(
+        "--next-token/--one-ahead", rich_help_panel=_HEADS,
+        help="Heads also see the token that the route is for: near to the gate's choice, and read when its step "
+        "begins; or they name it a token earlier without (Edge0's way).",
+    ),
+]  # fmt: skip
 LossOption = Annotated[
     str,
     typer.Option(
@@ -92,6 +100,7 @@ def heads(
     k: K = None,
     owners: Owners = None,
     hidden: Hidden = 512,
+    next_token: NextToken = True,
     loss: LossOption = "kl",
     steps: Steps = None,
     sequences: Sequences = 8,
@@ -103,11 +112,11 @@ def heads(
     hold: HoldOption = "auto",
     threads: Threads = None,
 ) -> None:
-    """Heads that tell the next layer's experts one token ahead: they imitate its gate, on exact passes."""
+    """Heads that tell the next layers' experts before they are asked: they imitate the gates, on exact passes."""
     _run(
         ["heads"], store, out, text, {"sequences": sequences, "loss": loss, "seed": seed},
-        k=k, owners=owners, hidden=hidden, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter,
-        memory=memory, hold=hold, threads=threads,
+        k=k, owners=owners, hidden=hidden, next_token=next_token, steps=steps, sequence_tokens=sequence_tokens, lr=lr,
+        adapter=adapter, memory=memory, hold=hold, threads=threads,
     )  # fmt: skip
 
 
@@ -235,6 +244,7 @@ def everything(
     out: Out,
     k: K = None,
     owners: Owners = None,
+    next_token: NextToken = True,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 80, sft 40, distill 12).")] = None,
     sequences: Sequences = 8,
     sequence_tokens: SequenceTokens = 256,
@@ -246,8 +256,8 @@ def everything(
     """Heads, then LoRA on text, then distillation, then what it costs on held-out text: one command."""
     _run(
         ["heads", "sft", "distill"], store, out, [text], {"sequences": sequences, "seed": seed},
-        k=k, owners=owners, steps=steps, quick=True, sequence_tokens=sequence_tokens, teacher=teacher, memory=memory,
-        threads=threads,
+        k=k, owners=owners, next_token=next_token, steps=steps, quick=True, sequence_tokens=sequence_tokens,
+        teacher=teacher, memory=memory, threads=threads,
     )  # fmt: skip
 
 

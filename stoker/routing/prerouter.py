@@ -3,15 +3,16 @@ them overlaps with the rest of the step.
 
 The head of an owner layer sees what the layer saw at token t and gives the next MoE layer's route at t + 1 (Edge0,
 arXiv 2609.18063; DESIGN section 7). Prompt tokens use the gates, answer tokens the predictions; which token is which
-depends on the request alone, so neither chunks nor batches nor a recomputation change a route. Owns predictions and
-their state; the heads' arithmetic is handed in, reads are residency's.
+depends on the request alone, so neither chunks nor batches nor a recomputation change a route. Heads may also see the
+token at t + 1: their routes are all known when its step begins, none of them before. Owns predictions and their state;
+the heads' arithmetic is handed in, reads are residency's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +28,33 @@ class Bank(Protocol):
     @property
     def owners(self) -> Sequence[int]: ...
 
+    @property
+    def sees_next(self) -> bool:
+        """Whether a head wants the embedding of the token that the route is for."""
+
     def route(
-        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+        self,
+        owner: int,
+        hidden_TD: Tensor,
+        used_TK: Tensor,
+        before_TK: Tensor,
+        rule: LayerRule,
+        top_k: int,
+        ahead_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Experts int64 and weights float32 [T, top_k] of the next MoE layer for each token's successor, by `rule`; -1
-        in `before`: no predecessor."""
+        in `before`: no predecessor. ahead: the successors' embeddings, where heads see them."""
+
+
+class Seen(NamedTuple):
+    """What an owner saw of some tokens: hidden [T, D], their experts and those of the tokens before them [T, K]."""
+
+    hidden: Tensor
+    used: Tensor
+    before: Tensor
+
+    def row(self, row: int) -> Seen:
+        return Seen(*(_row(part, row) for part in self))
 
 
 @dataclass
@@ -40,12 +63,14 @@ class Predictions(RouteState):
 
     gated: how many of its leading tokens the gates routed. used: per owner, the experts int64 [1, K] of the last token.
     ready: per consumer, experts and weights [1, K] for token `length`; either is empty where it is not known.
+    kept: per owner, what it saw of the last token, for heads that see the next one too: `ready` follows from both.
     """
 
     length: int = 0
     gated: int = 0
     used: list[Tensor] = field(default_factory=list)
     ready: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    kept: list[Seen] = field(default_factory=list)
 
     def adopt(self, length: int) -> None:
         self.length = self.gated = length
@@ -56,17 +81,17 @@ class Predictions(RouteState):
     def truncate(self, length: int) -> None:
         if length < self.length:
             self.length, self.gated = length, min(self.gated, length)
-            self.used, self.ready = [], []
+            self.used, self.ready, self.kept = [], [], []
 
 
 @dataclass
-class _Seen:
+class _Owned:
     """What an owner saw of the rows in `rows`: those whose successor is an answer token, or may become one."""
 
     rows: list[int]
-    hidden: Tensor
+    seen: Seen
     used: Tensor  # of all rows of the step
-    before: Tensor
+    last: list[Seen] = field(default_factory=list)  # of each span's last row, for heads that will see its successor
     route: tuple[Tensor, Tensor] | None = None  # the predictions for their successors, when they are computed
 
 
@@ -74,7 +99,7 @@ class Prerouter(RoutingRule):
     """Routes of `bank`'s heads with `top_k` experts a token (None: the model's own number).
 
     early: every head is evaluated right behind its layer, so that reads for the next token start while this one is
-    computed; else all of them after the step. `about`: of the adapter.
+    computed; else all of them after the step. Heads that see the next token: before its step. `about`: of the adapter.
     """
 
     name: ClassVar[str] = "prerouter"
@@ -89,7 +114,9 @@ class Prerouter(RoutingRule):
         self._owner_of: list[int | None] = []  # by MoE layer: its place among the owners
         self._consumer_of: list[int | None] = []  # by MoE layer: the place of the owner before it
         self._rows: Rows | None = None
-        self._seen: list[_Seen | None] = []
+        self._seen: list[_Owned | None] = []
+        self.wants_tokens = bank.sees_next
+        self._foretold: dict[int, list[int]] = {}  # by MoE layer: what `before_step` knew of this step
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
@@ -118,6 +145,28 @@ class Prerouter(RoutingRule):
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
+    def before_step(self, rows: Rows) -> Sequence[tuple[int, list[int]]]:
+        """Where heads see the next token: it is here now, so they are evaluated."""
+        if not self.wants_tokens:
+            return ()
+        found: list[dict[int, None]] = [{} for _ in self.bank.owners]
+        for span in rows.spans:
+            state = span.state
+            if not isinstance(state, Predictions):
+                continue
+            state.ready = self._foretell(state, rows, span.first) if span.answer_row == span.first else []
+            for experts, (index_1K, _) in zip(found, state.ready, strict=False):
+                experts.update(dict.fromkeys(index_1K[0].tolist()))
+        consumers = [(layer, at) for layer, at in enumerate(self._consumer_of) if at is not None]
+        self._foretold = {layer: list(found[at]) for layer, at in consumers if found[at]}
+        return list(self._foretold.items())
+
+    def _foretell(self, state: Predictions, rows: Rows, row: int) -> list[tuple[Tensor, Tensor]]:
+        """The routes of the token in `row` in every consumer."""
+        assert rows.embedded is not None
+        ahead_1D = _row(rows.embedded, row)
+        return [self._asked(at, seen, ahead_1D) for at, seen in enumerate(state.kept)]
+
     def needs_gate(self, layer: int, rows: Rows) -> bool:
         """Not where every row has a prediction."""
         if self._consumer_of[layer] is None:
@@ -134,48 +183,50 @@ class Prerouter(RoutingRule):
         consumes, owns = self._consumer_of[layer], self._owner_of[layer]
         index_TK, weights_TK = self._route(layer, consumes, rows, logits_TE, index_TK, weights_TK)
         if owns is not None:
-            self._see(layer, owns, rows, hidden_TD, index_TK)
+            self._see(owns, rows, hidden_TD, index_TK)
         return index_TK, weights_TK
 
     def look_ahead(self, layer: int, rows: Rows, tokens: int) -> list[int] | None:
-        """A route that is known was staged long ago: there is nothing to guess."""
-        return None if self.needs_gate(layer, rows) else []
+        """A route that is known was staged before the step: there is nothing to guess."""
+        return None if self.needs_gate(layer, rows) else self._foretold.get(layer, [])
 
     def coming(self, layer: int) -> list[int]:
         consumes = self._consumer_of[layer]
-        seen = None if consumes is None or not self._seen else self._seen[consumes]
-        if seen is None or seen.route is None or self._rows is None:
+        owned = None if consumes is None or not self._seen else self._seen[consumes]
+        if owned is None or owned.route is None or self._rows is None:
             return []
-        if len(seen.rows) == 1 and len(self._rows.spans) == 1:
-            return seen.route[0][0].tolist()
-        last = [seen.rows.index(span.last - 1) for span in self._rows.spans if span.last - 1 in seen.rows]
-        return list(dict.fromkeys(seen.route[0][last].T.flatten().tolist()))
+        if len(owned.rows) == 1 and len(self._rows.spans) == 1:
+            return owned.route[0][0].tolist()
+        last = [owned.rows.index(span.last - 1) for span in self._rows.spans if span.last - 1 in owned.rows]
+        return list(dict.fromkeys(owned.route[0][last].T.flatten().tolist()))
 
     def after_step(self, rows: Rows) -> None:
         if rows is not self._rows:
             return
-        for at, seen in enumerate(self._seen):
-            if seen is not None and seen.route is None:
-                self._predict(self._owner_of.index(at), at, seen)
-        for span in rows.spans:
+        for at, owned in enumerate(self._seen):
+            if owned is not None and owned.route is None and not self.wants_tokens:
+                self._predict(at, owned)
+        for place, span in enumerate(rows.spans):
             if isinstance(span.state, Predictions):
-                self._commit(span)
+                self._commit(place, span)
 
-    def _commit(self, span: Span) -> None:
+    def _commit(self, place: int, span: Span) -> None:
         """The sequence has grown by the span."""
         state, last = span.state, span.last - 1
         state.length = span.position + span.last - span.first
         if span.position <= state.gated:
             state.gated = max(state.gated, min(span.answer_from, state.length))
-        state.used, state.ready = [], []
-        for seen in self._seen:
-            if seen is None:
+        state.used, state.ready, state.kept = [], [], []
+        for owned in self._seen:
+            if owned is None:
                 return
-            state.used.append(_row(seen.used, last))
-            if last in seen.rows:
-                assert seen.route is not None
-                row = seen.rows.index(last)
-                state.ready.append((_row(seen.route[0], row), _row(seen.route[1], row)))
+            state.used.append(_row(owned.used, last))
+            if self.wants_tokens:
+                state.kept.append(owned.last[place])
+            elif last in owned.rows:
+                assert owned.route is not None
+                row = owned.rows.index(last)
+                state.ready.append((_row(owned.route[0], row), _row(owned.route[1], row)))
 
     # ---- routes ------------------------------------------------------------------------------------------------------
 
@@ -220,23 +271,25 @@ class Prerouter(RoutingRule):
             first += 1
         if first == span.last:
             return
-        seen = self._seen[consumes]
-        assert seen is not None, "the owner ran before its consumer"
-        if seen.route is None:
-            self._predict(self._owner_of.index(consumes), consumes, seen)
-        assert seen.route is not None
-        at = seen.rows.index(first - 1)
+        owned = self._seen[consumes]
+        assert owned is not None, "the owner ran before its consumer"
+        if owned.route is None:
+            self._predict(consumes, owned)
+        assert owned.route is not None
+        at = owned.rows.index(first - 1)
         until = at + span.last - first
-        index_TK[first : span.last], weights_TK[first : span.last] = (part[at:until] for part in seen.route)
+        index_TK[first : span.last], weights_TK[first : span.last] = (part[at:until] for part in owned.route)
 
     # ---- predictions -------------------------------------------------------------------------------------------------
 
-    def _see(self, layer: int, owns: int, rows: Rows, hidden_TD: Tensor, index_TK: Tensor) -> None:
+    def _see(self, owns: int, rows: Rows, hidden_TD: Tensor, index_TK: Tensor) -> None:
         """Keep what a head needs of this layer, and evaluate it where that is not to wait."""
+        early = self.early and not self.wants_tokens
         if len(index_TK) == 1 and len(rows.spans) == 1 and (known := _single(rows.spans[0])) is not None:
-            self._seen[owns] = seen = _Seen([0], hidden_TD, index_TK, known.used[owns])
-            if self.early:
-                self._predict(layer, owns, seen)
+            seen = Seen(hidden_TD, index_TK, known.used[owns])
+            self._seen[owns] = owned = _Owned([0], seen, index_TK, [seen])
+            if early:
+                self._predict(owns, owned)
             return
         wanted: list[int] = []
         before_TK = torch.cat([torch.full_like(index_TK[:1], -1), index_TK[:-1]])
@@ -245,21 +298,25 @@ class Prerouter(RoutingRule):
                 continue
             before_TK[span.first] = span.state.used[owns] if span.state.used else -1
             length = span.position + span.last - span.first
-            if length >= span.answer_from:
-                wanted += range(max(span.first, span.answer_row - 1), span.last)
-        if len(wanted) < len(index_TK):
-            hidden_TD, before = hidden_TD[wanted], before_TK[wanted]
-        else:
-            before = before_TK
-        self._seen[owns] = seen = _Seen(wanted, hidden_TD, index_TK, before)
-        if self.early and wanted:
-            self._predict(layer, owns, seen)
+            if length >= span.answer_from:  # the successor of the last row is not in this step
+                wanted += range(max(span.first, span.answer_row - 1), span.last - self.wants_tokens)
+        every = Seen(hidden_TD, index_TK, before_TK)
+        last = [every.row(span.last - 1) for span in rows.spans] if self.wants_tokens else []
+        seen = every if len(wanted) == len(index_TK) else Seen(*(part[wanted] for part in every))
+        self._seen[owns] = owned = _Owned(wanted, seen, index_TK, last)
+        if early and wanted:
+            self._predict(owns, owned)
 
-    def _predict(self, layer: int, owns: int, seen: _Seen) -> None:
-        used = seen.used if len(seen.rows) == len(seen.used) else seen.used[seen.rows]
+    def _predict(self, owns: int, owned: _Owned) -> None:
+        """The routes of the successors of an owner's rows; where heads see them, they are in this step."""
+        embedded = self._rows.embedded if self._rows is not None and self.wants_tokens else None
+        ahead_TD = None if embedded is None else embedded[[row + 1 for row in owned.rows]]
+        owned.route = self._asked(owns, owned.seen, ahead_TD)
+
+    def _asked(self, owns: int, seen: Seen, ahead_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.top_k is not None
-        rule = self._layers[layer + 1].rule
-        seen.route = self.bank.route(self.bank.owners[owns], seen.hidden, used, seen.before, rule, self.top_k)
+        rule = self._layers[self._owner_of.index(owns) + 1].rule
+        return self.bank.route(self.bank.owners[owns], *seen, rule, self.top_k, ahead_TD)
 
     # ---- told --------------------------------------------------------------------------------------------------------
 

@@ -57,10 +57,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens of a step [T] by sequence; `step` is the number of the step."""
+    """The tokens of a step [T] by sequence; `step` is the number of the step. embedded: the tokens as the model's
+    embedding gives them, float32 [T, D], for a rule that `wants_tokens`."""
 
     step: int
     spans: tuple[Span, ...] = ()
+    embedded: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class RoutingRule:
     name: ClassVar[str] = "gate"
     changes_output: ClassVar[bool] = True
     wants_logits: bool = False
+    wants_tokens: bool = False
     asks_residency: bool = False  # routes follow from what is in memory too: only a decode token by token shows them
     recompute_tokens: int | None = 1
     """How many of a prompt's last tokens must be computed to know the state, where the others come from the prefix
@@ -120,6 +123,11 @@ class RoutingRule:
     def reusable(self, state: Any, tokens: int) -> int:
         """How many of the first `tokens` tokens of a sequence a new prompt that begins with them may keep."""
         return tokens
+
+    def before_step(self, rows: Rows) -> Sequence[tuple[int, list[int]]]:
+        """(layer, experts that it will need, likeliest first) of a step that is about to begin, as far as that is
+        known; asked once a try, so it changes nothing that a second try would not change again."""
+        return ()
 
     def route(
         self, layer: int, rows: Rows, hidden_TD: Tensor, logits_TE: Tensor | None, index_TK: Tensor, weights_TK: Tensor

@@ -223,17 +223,20 @@ class StreamedExperts:
         """Read what the rule knows of this layer's next step, behind all demand. `self.waits` stays where it knows
         nothing yet, or not all of it found a place: those of this step may have to go first."""
         assert self.rule is not None
-        if self.path in ("exact", "whole_layer"):
-            return
         experts = self.rule.coming(self.index)
-        if not experts:
-            return
-        self.waits = False
+        if experts:
+            self.waits = self.stage(experts)
+
+    def stage(self, experts: list[int]) -> bool:
+        """Read experts that this layer will need, behind all demand; whether some of them found no place."""
+        if self.path in ("exact", "whole_layer"):
+            return False
         if self.path == "staged":
             self.residency.stage(self.pool, experts)
         elif not self.residency.complete(self.pool):
             self.residency.prefetch(self.pool, experts)
-            self.waits = bool(self.residency.absent(self.pool, experts))
+            return bool(self.residency.absent(self.pool, experts))
+        return False
 
     def _whole_layer(self, pairs: Pairs, index_TK: Tensor, hidden_TD: Tensor, out_PD: Tensor) -> None:
         """More experts than slots. What running answers ask for shapes the decode set; a step of prompts alone only

@@ -34,18 +34,39 @@ class NativeHeads:
             self._heads[owner] = form.place(head, arena.tensor(start, form.nbytes))
             start += form.nbytes
         self.owners = tuple(self._heads)
+        self.next_scale = next((head.next_scale for head in heads.values()), 0.0)
 
-    def logits(self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor) -> Tensor:
-        return self._heads[owner].logits(hidden_TD.contiguous(), used_TK.contiguous(), before_TK.contiguous())
+    @property
+    def sees_next(self) -> bool:
+        return self.next_scale != 0.0
+
+    def logits(
+        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, ahead_TD: Tensor | None = None
+    ) -> Tensor:
+        seen_TX = self._seen(hidden_TD, ahead_TD)
+        return self._heads[owner].logits(seen_TX, used_TK.contiguous(), before_TK.contiguous())
 
     def route(
-        self, owner: int, hidden_TD: Tensor, used_TK: Tensor, before_TK: Tensor, rule: LayerRule, top_k: int
+        self,
+        owner: int,
+        hidden_TD: Tensor,
+        used_TK: Tensor,
+        before_TK: Tensor,
+        rule: LayerRule,
+        top_k: int,
+        ahead_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """In the same native call where the rule is plain softmax."""
         if not rule.plain:
-            return select(self.logits(owner, hidden_TD, used_TK, before_TK), rule, top_k)
-        head = self._heads[owner]
-        return head.route(hidden_TD.contiguous(), used_TK.contiguous(), before_TK.contiguous(), top_k, rule.renormalise)
+            return select(self.logits(owner, hidden_TD, used_TK, before_TK, ahead_TD), rule, top_k)
+        seen_TX = self._seen(hidden_TD, ahead_TD)
+        return self._heads[owner].route(seen_TX, used_TK.contiguous(), before_TK.contiguous(), top_k, rule.renormalise)
+
+    def _seen(self, hidden_TD: Tensor, ahead_TD: Tensor | None) -> Tensor:
+        if not self.sees_next:
+            return hidden_TD.contiguous()
+        assert ahead_TD is not None, "these heads see the next token"
+        return torch.cat([hidden_TD, ahead_TD * self.next_scale], 1)
 
 
 def heads_bytes(heads: Mapping[int, Head]) -> int:
@@ -55,8 +76,9 @@ def heads_bytes(heads: Mapping[int, Head]) -> int:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a head is kept: [fc1 ; linear_init] on the hidden state as one matrix [H + E, D], fc2 [E, H], and their
-    one-hot columns as the rows of a table [2E, H + E]. bf16 where the weights are bf16 values, else f32."""
+    """How a head is kept: [fc1 ; linear_init] on the hidden state (and the next token) as one matrix [H + E, D or 2D],
+    fc2 [E, H], and their one-hot columns as the rows of a table [2E, H + E]. bf16 where the weights are bf16 values,
+    else f32."""
 
     dense: MatrixSpec
     out: MatrixSpec
@@ -65,7 +87,7 @@ class _Form:
     @classmethod
     def of(cls, head: Head) -> _Form:
         short = is_bf16(head.fc1) and is_bf16(head.linear_init)
-        dense = MatrixSpec(head.hidden + head.experts, head.width, WeightFormat("bf16" if short else "f32"))
+        dense = MatrixSpec(head.hidden + head.experts, head.dense, WeightFormat("bf16" if short else "f32"))
         out = MatrixSpec(head.experts, head.hidden, WeightFormat("bf16" if is_bf16(head.fc2) else "f32"))
         return cls(dense, out, torch.bfloat16 if short else torch.float32)
 
@@ -84,9 +106,9 @@ class _Form:
         dense, out, table = memory.split([align(size, PART_ALIGNMENT) for size in self.sizes])
         joined = torch.cat([head.fc1, head.linear_init])
         table_RC = table[: self.sizes[2]].view(self.table_dtype).view(2 * head.experts, -1)
-        table_RC.copy_(joined[:, head.width :].T)
+        table_RC.copy_(joined[:, head.dense :].T)
         return PrerouterHead(
-            _matrix(self.dense, joined[:, : head.width], dense), _matrix(self.out, head.fc2, out), table_RC
+            _matrix(self.dense, joined[:, : head.dense], dense), _matrix(self.out, head.fc2, out), table_RC
         )
 
 

@@ -10,6 +10,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path as FilePath
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from stoker.errors import OptionError, StokerError
@@ -228,7 +229,7 @@ class Runtime:
         assert self.kv is not None, "only the paged cache can be written twice"
         self._check_room(sequence, 1)
         sequence.reserve(1)
-        self._begin([Part(sequence, [token], decode=True)])
+        self._begin([Part(sequence, [token], decode=True)], asks_rule=False)
         self.step.rows, self.step.passing = Rows(self.step.index + 1), True
         try:
             return self._paged_step([sequence], [[token]], [0])[0]
@@ -282,14 +283,25 @@ class Runtime:
                 rows.append(logits)
         return torch.cat(rows)
 
-    def _begin(self, parts: Sequence[Part]) -> None:
+    def _begin(self, parts: Sequence[Part], asks_rule: bool = True) -> None:
         self.step.decode_tokens = sum(len(part.ids) for part in parts if part.decode)
         self.step.phase = "decode" if all(part.decode for part in parts) else "prefill"
         self.queue.allow(self.depth if len(parts) == 1 else self.queue.depth)
-        if self.rule is not None:
+        if self.rule is not None and asks_rule:
             self.step.rows = rows_of(parts, self.step.index + 1)
+            if self.rule.wants_tokens:
+                self._show_tokens(torch.tensor([token for part in parts for token in part.ids]))
+            for layer, experts in self.rule.before_step(self.step.rows):
+                self._streamed[layer].stage(experts)
         if self.mode.loras:
             self.step.lora = lora_rows(parts)
+
+    @torch.inference_mode()
+    def _show_tokens(self, ids: Tensor) -> None:
+        """To the rule: the step's tokens, flat, as the model's embedding gives them."""
+        embed = self.model.get_input_embeddings()
+        assert isinstance(embed, nn.Module)
+        self.step.rows = replace(self.step.rows, embedded=embed(self._checked(ids)).float())
 
     def _end(self) -> None:
         """The step is done and its sequences have grown."""
@@ -345,13 +357,7 @@ class Runtime:
 
     @torch.inference_mode()
     def _forward(self, ids: Tensor, positions: Tensor | None, keep: list[int] | None, **kwargs: Any) -> Tensor:
-        vocabulary = self.config.vocab_size
-        if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            raise OptionError(
-                "a token id is outside the vocabulary",
-                expected=f"0 to {vocabulary - 1}",
-                got=(int(ids.min()), int(ids.max())),
-            )
+        self._checked(ids)
         self.step.index += 1
         started = time.monotonic_ns()
         rows: Any = 0 if keep is None else torch.tensor(keep, dtype=torch.int64)
@@ -367,6 +373,16 @@ class Runtime:
                 rss, self._rss_due_ns = budget.resident_bytes_now(), now + RSS_EVERY_NS
             self.recorder.step(self.step.index, phase, ids.numel(), started, now, rss)
         return logits.squeeze(0) if keep is not None else logits
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        vocabulary = self.config.vocab_size
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+            raise OptionError(
+                "a token id is outside the vocabulary",
+                expected=f"0 to {vocabulary - 1}",
+                got=(int(ids.min()), int(ids.max())),
+            )
+        return ids
 
     # ---- whole-sequence logits ---------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class Job:
     k: int | None = None
     owners: tuple[int, ...] | None = None
     hidden: int = HIDDEN
+    next_token: bool = True  # heads see the token that their route is for
     lora: LoraSettings = field(default_factory=LoraSettings)
     options: StageOptions = field(default_factory=StageOptions)
     steps: int | None = None
@@ -120,7 +121,7 @@ def _train(
 ) -> dict[str, Any]:
     options = job.options
     if name == "heads" and student.heads is None:
-        student.add_heads(job.owners, job.hidden, options.seed)
+        student.add_heads(job.owners, job.hidden, options.seed, job.next_token)
     if name != "heads" and not student.lora:
         student.add_lora(job.lora, options.seed)
     if name == "roster":
@@ -133,6 +134,7 @@ def _train(
         "owners": []
         if student.heads is None
         else [student.model.blocks[owner].layer for owner in student.heads.owners],
+        "heads_see_next": student.heads is not None and bool(student.heads.next_scale),
         "text": text,
         "adapter": None if job.adapter is None else str(job.adapter),
         "teacher": _teacher_name(job, teacher) if name != "heads" else None,
@@ -231,7 +233,7 @@ def _trained_parameters(job: Job, store: Store) -> int:
     """Of all heads and LoRA, roughly."""
     config = load_config(store.path).get_text_config()
     experts, width = max(pool.experts for pool in store.pools), config.hidden_size
-    head = (width + 2 * experts) * (job.hidden + experts) + experts * job.hidden
+    head = ((2 if job.next_token else 1) * width + 2 * experts) * (job.hidden + experts) + experts * job.hidden
     return len(store.pools) * (head + 14 * job.lora.r * 2 * width)
 
 

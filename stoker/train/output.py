@@ -49,8 +49,8 @@ def load_into(student: Student, directory: Path) -> None:
     with torch.no_grad():
         if adapter.heads:
             number = {block.layer: index for index, block in enumerate(student.model.blocks)}
-            hidden = next(iter(adapter.heads.values())).hidden
-            student.add_heads(list(adapter.heads), hidden)
+            one = next(iter(adapter.heads.values()))
+            student.add_heads(list(adapter.heads), one.hidden, next_scale=one.next_scale)
             assert student.heads is not None
             for layer, head in adapter.heads.items():
                 for part, parameter in student.heads[number[layer]].named_parameters():

@@ -18,7 +18,7 @@ from stoker.routing.select import LayerRule, select
 from stoker.train.data import Batch
 from stoker.train.heads import Heads, features
 from stoker.train.model import TrainingModel
-from stoker.train.student import StudentRoutes
+from stoker.train.student import Seen, StudentRoutes
 
 
 class StepRoutes:
@@ -29,11 +29,18 @@ class StepRoutes:
         sequences = len(prompt.batch.ids_BT)
         self._before = {index: _last(prompt.executed[index], sequences) for index in heads.owners}
         self._predicted: dict[int, Tensor] = {}
-        self._next = {owner + 1: logits for owner, logits in prompt.last.items()}
+        self._next: dict[int, Tensor | Seen] = {owner + 1: found for owner, found in prompt.last.items()}
 
-    def begin(self) -> None:
-        """A step begins: what the step before predicted is its route."""
-        self._predicted, self._next = self._next, {}
+    def begin(self, ids_B1: Tensor) -> None:
+        """A step with these tokens begins: what the step before predicted is its route."""
+        ahead_B1D, self._predicted = self.heads.ahead(ids_B1), {}
+        for index, found in self._next.items():
+            if isinstance(found, Seen):
+                assert ahead_B1D is not None
+                experts = self.heads[index - 1].served.experts
+                found = self.heads[index - 1](features(*found, experts, ahead_B1D[:, 0]))
+            self._predicted[index] = found
+        self._next = {}
 
     def __call__(
         self, index: int, hidden_TD: Tensor, logits_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor
@@ -41,8 +48,9 @@ class StepRoutes:
         if index in self._predicted:
             experts_TK, weights_TK = select(self._predicted[index], self.rules[index], self.top_k)
         if index in self.heads:
-            x = features(hidden_TD, experts_TK, self._before[index], logits_TE.shape[-1])
-            self._next[index + 1] = self.heads[index](x)
+            seen = Seen(hidden_TD, experts_TK, self._before[index])
+            later = bool(self.heads.next_scale)
+            self._next[index + 1] = seen if later else self.heads[index](features(*seen, logits_TE.shape[-1]))
             self._before[index] = experts_TK
         return experts_TK, weights_TK
 
@@ -78,7 +86,7 @@ def answer(
             ids.append(_draw(model.logits(hidden_BTD[:, -1]), uniform_BN[:, at : at + 1], temperature))
             if at + 1 < uniform_BN.shape[1]:
                 if steps:
-                    steps.begin()
+                    steps.begin(ids[-1])
                 hidden_BTD = model.hidden_states(ids[-1], cache=cache, use_cache=True)
     ids_BT = torch.cat(ids, 1)
     return Batch(ids_BT, _lengths(ids_BT, prompt, end_ids), torch.full((sequences,), prompt))

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stoker.adapter.heads import scale_for
 from stoker.errors import OptionError
 from stoker.routing.roster_options import RosterOptions
 from stoker.routing.select import LayerRule
 from stoker.runtime.plan import top_k as configured_top_k
 from stoker.train import lora
 from stoker.train.data import Batch, Windows
-from stoker.train.heads import HIDDEN, Heads
+from stoker.train.heads import HIDDEN, Embed, Heads
 from stoker.train.lora import LoraLinear, LoraSettings
 from stoker.train.model import TrainingModel
 from stoker.train.rostered import RosterRoutes, check
 from stoker.train.student import StudentRoutes, gates_of, rules_of
+
+SCALE_TOKENS = 4096
 
 
 @dataclass
@@ -50,10 +53,21 @@ class Student:
         model.use_top_k(top_k)
         return Student(model, rules, top_k or own)
 
-    def add_heads(self, layers: Sequence[int] | None = None, hidden: int = HIDDEN, seed: int = 0) -> None:
-        """Heads with the warm start. layers: of the decoder, the owners; None: every MoE layer that another follows."""
+    def add_heads(
+        self,
+        layers: Sequence[int] | None = None,
+        hidden: int = HIDDEN,
+        seed: int = 0,
+        next_token: bool = False,
+        next_scale: float | None = None,
+    ) -> None:
+        """Heads with the warm start. layers: of the decoder, the owners; None: every MoE layer that another follows.
+        next_token: they also see the token that the route is for; next_scale: as an adapter says it."""
         owners = owners_of(layers, [block.layer for block in self.model.blocks])
-        self.heads = Heads(owners, gates_of(self.model), hidden, seed)
+        embed = self.model.model.get_input_embeddings()
+        if next_scale is None:
+            next_scale = embedding_scale(embed, int(self.model.config.vocab_size)) if next_token else 0.0
+        self.heads = Heads(owners, gates_of(self.model), hidden, seed, embed, next_scale)
 
     def add_lora(self, settings: LoraSettings, seed: int = 0) -> None:
         self.lora, self.lora_settings = lora.attach(self.model.model, settings, seed), settings
@@ -140,6 +154,12 @@ class Student:
             self.loss(batch, keep)
             rows.append(torch.cat(kept).view(len(batch.ids_BT), -1))
         return torch.cat(rows).numpy()
+
+
+@torch.no_grad()
+def embedding_scale(embed: Embed, vocabulary: int) -> float:
+    """`adapter.heads.scale_for` of some thousand tokens' embeddings."""
+    return scale_for(embed(torch.linspace(0, vocabulary - 1, min(vocabulary, SCALE_TOKENS)).long()))
 
 
 def targets(batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ B sequences of T tokens, flat as B * T rows; E experts, K chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ def shifted(values_BTX: Tensor, first: float) -> Tensor:
     return torch.cat((head, values_BTX[:, :-1]), 1).flatten(0, 1)
 
 
+class Seen(NamedTuple):
+    """What an owner saw of one token of each sequence: hidden [B, D], experts of it and of the token before [B, K]."""
+
+    hidden: Tensor
+    used: Tensor
+    before: Tensor
+
+
 @dataclass
 class StudentRoutes:
     """A route function for `TrainingModel.follow`, for one forward pass (and its backward pass) over one batch.
@@ -60,7 +68,11 @@ class StudentRoutes:
     predicted: dict[int, Tensor] = field(default_factory=dict)
     gate_logits: dict[int, Tensor] = field(default_factory=dict)
     executed: dict[int, Tensor] = field(default_factory=dict)
-    last: dict[int, Tensor] = field(default_factory=dict)  # by owner: logits [B, E] for the token after the batch
+    # By owner, for the token after the batch: logits [B, E], or what heads that will see it have so far.
+    last: dict[int, Tensor | Seen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ahead_TD = self.heads.ahead_of(self.batch.ids_BT)
 
     def __call__(
         self, index: int, hidden_TD: Tensor, logits_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor
@@ -74,9 +86,14 @@ class StudentRoutes:
         if index in self.heads:
             sequences, tokens = self.batch.ids_BT.shape
             before_TK = shifted(experts_TK.view(sequences, tokens, -1), -1)
-            x = features(hidden_TD, experts_TK, before_TK, logits_TE.shape[-1])
+            x = features(hidden_TD, experts_TK, before_TK, logits_TE.shape[-1], self.ahead_TD)
             ahead_BTE = self.heads[index](x).view(sequences, tokens, -1)
-            self.last[index], following = ahead_BTE[:, -1].detach(), shifted(ahead_BTE, 0.0)
+            following = shifted(ahead_BTE, 0.0)
+            if self.ahead_TD is None:
+                self.last[index] = ahead_BTE[:, -1].detach()
+            else:
+                seen = (hidden_TD.detach(), experts_TK, before_TK)
+                self.last[index] = Seen(*(part.view(sequences, tokens, -1)[:, -1] for part in seen))
         if not self.passes.recomputing:  # what a second computation gives is equal, but outside the graph
             self.executed[index], self.gate_logits[index] = experts_TK, logits_TE
             if following is not None:
@@ -122,6 +139,9 @@ class HeadLessons:
     agreements: dict[int, float] = field(default_factory=dict)
     _waiting: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self.ahead_TD = self.heads.ahead_of(self.batch.ids_BT)
+
     def __call__(
         self, index: int, hidden_TD: Tensor, logits_TE: Tensor, experts_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -130,7 +150,7 @@ class HeadLessons:
         self._waiting = None
         if index in self.heads:
             before_TK = shifted(experts_TK.view(*self.batch.ids_BT.shape, -1), -1)
-            self._waiting = features(hidden_TD, experts_TK, before_TK, logits_TE.shape[-1])
+            self._waiting = features(hidden_TD, experts_TK, before_TK, logits_TE.shape[-1], self.ahead_TD)
         return experts_TK, weights_TK
 
     def _lesson(self, index: int, gate_TE: Tensor) -> None:

@@ -25,12 +25,14 @@ class Prerouted:
         self.gaps: list[float] = []  # between the last expert that was taken and the first that was not
         self._inputs: dict[int, Tensor] = {}
         self._used: dict[int, Tensor] = {}
+        self._embedded_TD = torch.empty(0)
         for at, block in enumerate(self.blocks):
             self._wrap(at, block)
 
     def logits(self, ids: list[int], prompt_tokens: int) -> Tensor:
         """float32 [T, V], teacher-forced."""
         self.prompt_tokens, self._inputs, self._used = prompt_tokens, {}, {}
+        self._embedded_TD = self.model.get_input_embeddings().weight.data[ids].float()
         with torch.inference_mode():
             return self.model(input_ids=torch.tensor([ids])).logits[0].float()
 
@@ -75,9 +77,9 @@ class Prerouted:
         index_TK, weights_TK = index_TK.clone(), weights_TK.clone()
         hidden_TD, used_TK, head = self._inputs[owner], self._used[owner], self.heads[owner]
         for t in range(max(1, self.prompt_tokens), len(index_TK)):
-            x = torch.cat(
-                [hidden_TD[t - 1], self._hot(used_TK[t - 1], head), self._hot(used_TK[t - 2] if t > 1 else None, head)]
-            )
+            next_token = [head.next_scale * self._embedded_TD[t]] if head.next_scale else []
+            before = self._hot(used_TK[t - 2] if t > 1 else None, head)
+            x = torch.cat([hidden_TD[t - 1], *next_token, self._hot(used_TK[t - 1], head), before])
             inner = head.fc1.float() @ x
             inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
             logits_E = head.fc2.float() @ inner + head.linear_init.float() @ x

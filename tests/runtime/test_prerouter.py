@@ -22,15 +22,20 @@ from tests.runtime.test_architectures import some_ids
 WIDTH, EXPERTS, HIDDEN = 64, 8, 24
 LAYERS = {"qwen3_moe": [0, 1, 2], "glm4_moe": [1, 2], "deepseek_v3": [1, 2], "gpt_oss": [0, 1, 2, 3]}
 PROMPT, ANSWER = 9, 14
+NEXT = 20.0  # about what brings the tiny models' embeddings to the size of a normed hidden state
+both_kinds = pytest.mark.parametrize("next_scale", [0.0, NEXT], ids=["", "sees_next"])
 
 
-def some_heads(architecture: str, owners: list[int] | None = None, seed: int = 5) -> dict[int, Head]:
+def some_heads(
+    architecture: str, owners: list[int] | None = None, seed: int = 5, next_scale: float = 0.0
+) -> dict[int, Head]:
     """Random heads of bf16 values, so that the engine computes with just these."""
     chosen = LAYERS[architecture][:-1] if owners is None else owners
     rounded = {}
     for owner in chosen:
-        head = random_head(EXPERTS, WIDTH, HIDDEN, seed + owner)
-        rounded[owner] = Head(*(part.bfloat16().float() for part in (head.fc1, head.fc2, head.linear_init)))
+        head = random_head(EXPERTS, WIDTH, HIDDEN, seed + owner, next_scale)
+        parts = (part.bfloat16().float() for part in (head.fc1, head.fc2, head.linear_init))
+        rounded[owner] = Head(*parts, next_scale=next_scale)
     return rounded
 
 
@@ -58,11 +63,12 @@ def greedy(runtime: Runtime, prompt: list[int], tokens: int = ANSWER) -> tuple[l
 
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-def test_an_answer_is_the_oracle_s(packed: Packer, architecture: str, top_k: int) -> None:
+@both_kinds
+def test_an_answer_is_the_oracle_s(packed: Packer, architecture: str, top_k: int, next_scale: float) -> None:
     """softmax; sigmoid with a correction; sigmoid with groups and another attention. The oracle is fed the engine's
     tokens, so that one near tie does not end the comparison; its routes must be the engine's."""
-    store, heads, recorder = packed(architecture, 8), some_heads(architecture), RouteRecorder()
-    prompt = some_ids(1, PROMPT)[0].tolist()
+    store, heads = packed(architecture, 8), some_heads(architecture, next_scale=next_scale)
+    prompt, recorder = some_ids(1, PROMPT)[0].tolist(), RouteRecorder()
     with prerouted(store, heads, top_k=top_k, recorder=recorder) as runtime:
         ids, ours = greedy(runtime, prompt)
         counters = runtime.stats()
@@ -84,8 +90,10 @@ def test_an_answer_is_the_oracle_s(packed: Packer, architecture: str, top_k: int
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
-def test_no_path_and_no_budget_changes_a_bit(packed: Packer, architecture: str) -> None:
-    store, heads, prompt = packed(architecture, 4), some_heads(architecture), some_ids(1, PROMPT)[0].tolist()
+@both_kinds
+def test_no_path_and_no_budget_changes_a_bit(packed: Packer, architecture: str, next_scale: float) -> None:
+    store, heads = packed(architecture, 4), some_heads(architecture, next_scale=next_scale)
+    prompt = some_ids(1, PROMPT)[0].tolist()
     pools = len(open_store(store).pools)
     found = []
     for options in (
@@ -102,9 +110,10 @@ def test_no_path_and_no_budget_changes_a_bit(packed: Packer, architecture: str) 
         assert ids == found[0][0] and torch.equal(logits, found[0][1])
 
 
-def test_what_is_staged_is_what_is_routed(packed: Packer) -> None:
+@both_kinds
+def test_what_is_staged_is_what_is_routed(packed: Packer, next_scale: float) -> None:
     """Twice K slots a layer: from the second answer token on, no predicted expert is read on demand."""
-    store, heads = packed("qwen3_moe", 4), some_heads("qwen3_moe")
+    store, heads = packed("qwen3_moe", 4), some_heads("qwen3_moe", next_scale=next_scale)
     for early in (True, False):
         with prerouted(store, heads, path="staged", slots=(4, 4, 4), early=early) as runtime:
             sequence = runtime.new_sequence()
@@ -120,8 +129,9 @@ def test_what_is_staged_is_what_is_routed(packed: Packer) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
-def test_batches_chunks_and_recomputing_change_nothing(packed: Packer, architecture: str) -> None:
-    store, heads = packed(architecture, 4), some_heads(architecture)
+@both_kinds
+def test_batches_chunks_and_recomputing_change_nothing(packed: Packer, architecture: str, next_scale: float) -> None:
+    store, heads = packed(architecture, 4), some_heads(architecture, next_scale=next_scale)
     prompts = [some_ids(1, n, seed=n)[0].tolist() for n in (1, 5, 12)]
     with prerouted(store, heads) as runtime:
         alone = [greedy(runtime, prompt) for prompt in prompts]
@@ -152,8 +162,10 @@ def test_batches_chunks_and_recomputing_change_nothing(packed: Packer, architect
         assert runtime.stats()["prerouter_fallbacks"] == 0
 
 
-def test_state_is_cut_with_its_sequence(packed: Packer) -> None:
-    store, heads, prompt = packed("qwen3_moe", 4), some_heads("qwen3_moe"), some_ids(1, PROMPT)[0].tolist()
+@both_kinds
+def test_state_is_cut_with_its_sequence(packed: Packer, next_scale: float) -> None:
+    store, heads = packed("qwen3_moe", 4), some_heads("qwen3_moe", next_scale=next_scale)
+    prompt = some_ids(1, PROMPT)[0].tolist()
     with prerouted(store, heads) as runtime:
         ids, logits = greedy(runtime, prompt)
         sequence = runtime.new_sequence()
@@ -164,7 +176,7 @@ def test_state_is_cut_with_its_sequence(packed: Packer) -> None:
         keep = rule.reusable(state, PROMPT - 1)
         assert keep == PROMPT - 2, "two tokens of the prompt are computed again, for the features of the last"
         sequence.truncate(keep)
-        assert state.length == keep and not state.ready
+        assert state.length == keep and not state.ready and not state.kept
         assert torch.equal(runtime.prefill(sequence, prompt[keep:]), logits[0])
         assert torch.equal(runtime.decode([sequence], [ids[0]])[0], logits[1])
         sequence.truncate(PROMPT)  # what no caller does: the predictions are gone, so the gate is asked, and counted

@@ -26,11 +26,11 @@ from tests.train.test_gradients import some_ids
 ARCHITECTURES = ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen2_moe"]
 
 
-def shaken_student(store: Path, hold: str = "memory", k: int | None = None, **options: int) -> Student:
+def shaken_student(store: Path, hold: str = "memory", k: int | None = None, next_token: bool = False) -> Student:
     """Heads and LoRA moved away from where they begin, so that every part of them matters."""
     base = load(store, BaseOptions(memory="6GiB", hold=hold, step_tokens=64, threads=1))  # type: ignore[arg-type]
     student = Student.of(base, k)
-    student.add_heads(hidden=32)
+    student.add_heads(hidden=32, next_token=next_token)
     student.add_lora(LoraSettings(4, 8))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -47,8 +47,11 @@ def whole_batch(ids: torch.Tensor, answer_from: int = 1) -> Batch:
 
 @pytest.mark.parametrize("k", [None, 1])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_teacher_forced_equals_token_by_token(architecture: str, k: int | None, packed: Packer) -> None:
-    student = shaken_student(packed(architecture, 4), k=k)
+@pytest.mark.parametrize("next_token", [False, True], ids=["", "sees_next"])
+def test_teacher_forced_equals_token_by_token(
+    architecture: str, k: int | None, next_token: bool, packed: Packer
+) -> None:
+    student = shaken_student(packed(architecture, 4), k=k, next_token=next_token)
     assert student.heads is not None
     along = (student.heads, student.rules, student.top_k)
     drawn = answer(student.model, some_ids(3, 6), torch.zeros(3, 12), temperature=0.0, student=along)
@@ -66,9 +69,10 @@ def test_teacher_forced_equals_token_by_token(architecture: str, k: int | None, 
     student.model.close()
 
 
-def test_a_feature_is_of_the_token_before(packed: Packer) -> None:
-    """The route of a token depends on the tokens before it, and not on itself or on later ones."""
-    student = shaken_student(packed("qwen3_moe", 4))
+@pytest.mark.parametrize("next_token", [False, True], ids=["", "sees_next"])
+def test_a_feature_is_of_the_token_before(next_token: bool, packed: Packer) -> None:
+    """The route of a token depends on the tokens before it, on itself only where heads see it, never on later ones."""
+    student = shaken_student(packed("qwen3_moe", 4), next_token=next_token)
     ids = some_ids(1, 10)
     other = ids.clone()
     other[0, 6] = (ids[0, 6] + 7) % 150 + 3
@@ -80,8 +84,9 @@ def test_a_feature_is_of_the_token_before(packed: Packer) -> None:
         kept.append(routes)
     for layer in kept[0].predicted:
         first, second = kept[0].predicted[layer], kept[1].predicted[layer]
-        assert torch.allclose(first[:7], second[:7], atol=1e-5)
-        assert not torch.allclose(first[7], second[7], atol=1e-3)
+        blind = 6 if next_token else 7
+        assert torch.allclose(first[:blind], second[:blind], atol=1e-5)
+        assert not torch.allclose(first[blind], second[blind], atol=1e-3)
     student.model.close()
 
 
@@ -147,11 +152,11 @@ def repeated_text() -> Windows:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
-@pytest.mark.parametrize("kind", ["kl", "set"])
-def test_heads_learn(architecture: str, kind: str, packed: Packer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "next_token"), [("kl", False), ("set", False), ("kl", True)])
+def test_heads_learn(architecture: str, kind: str, next_token: bool, packed: Packer, tmp_path: Path) -> None:
     base = load(packed(architecture, 4), BaseOptions(memory="6GiB", step_tokens=96, threads=1))
     student = Student.of(base)
-    student.add_heads(hidden=32)
+    student.add_heads(hidden=32, next_token=next_token)
     untouched = {name: p.detach().clone() for name, p in base.model.named_parameters()}
     metrics = train_heads(student, repeated_text(), stage(tmp_path, 40, 3e-3, loss=kind))
     assert np.mean([m["loss"] for m in metrics[-5:]]) < 0.8 * metrics[0]["loss"]
