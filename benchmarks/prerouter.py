@@ -7,8 +7,8 @@ every token: what untrained heads give, the worst case of every cache) and recor
 choices). `exact` reads ahead by a look at the next gate with the recall that is measured for real gates
 (stoker/routing/replay.py).
 `prerouter` evaluates real heads (random weights, all their cost) and its answers are then turned into the given routes;
-its first MoE layer keeps its gate. `next` does so with heads that see the token that the route is for, all of them before
-its step.
+its first MoE layer keeps its gate. `next` does so with heads that see the token that the route is for, all of them when
+its step begins.
 
 Per cell: step time, stall and bytes a token, hit rate, peak memory; the device's own rate measured beside each round;
 read_ms = bytes / rate, compute_ms = step - stall, bound = the larger, ratio = step / bound (bar: at most 1.15). Cells

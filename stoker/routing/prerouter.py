@@ -10,7 +10,7 @@ the heads' arithmetic is handed in, reads are residency's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -145,27 +145,35 @@ class Prerouter(RoutingRule):
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def before_step(self, rows: Rows) -> Sequence[tuple[int, list[int]]]:
-        """Where heads see the next token: it is here now, so they are evaluated."""
+    def before_step(self, rows: Rows) -> Iterator[tuple[int, list[int]]]:
+        """Where heads see the next token: it is here now, so they are evaluated, and each one's reads may begin."""
         if not self.wants_tokens:
-            return ()
-        found: list[dict[int, None]] = [{} for _ in self.bank.owners]
+            return
+        asked: list[tuple[Span, Predictions]] = []
         for span in rows.spans:
-            state = span.state
-            if not isinstance(state, Predictions):
-                continue
-            state.ready = self._foretell(state, rows, span.first) if span.answer_row == span.first else []
-            for experts, (index_1K, _) in zip(found, state.ready, strict=False):
-                experts.update(dict.fromkeys(index_1K[0].tolist()))
-        consumers = [(layer, at) for layer, at in enumerate(self._consumer_of) if at is not None]
-        self._foretold = {layer: list(found[at]) for layer, at in consumers if found[at]}
-        return list(self._foretold.items())
+            if isinstance(span.state, Predictions):
+                span.state.ready = []
+                if span.state.kept and span.answer_row == span.first:
+                    asked.append((span, span.state))
+        self._foretold = {}
+        if asked:
+            yield from self._foretell(asked, rows)
 
-    def _foretell(self, state: Predictions, rows: Rows, row: int) -> list[tuple[Tensor, Tensor]]:
-        """The routes of the token in `row` in every consumer."""
+    def _foretell(self, asked: Sequence[tuple[Span, Predictions]], rows: Rows) -> Iterator[tuple[int, list[int]]]:
+        """Make the first tokens' routes ready, all sequences in one call a head; by MoE layer, the experts of them."""
         assert rows.embedded is not None
-        ahead_1D = _row(rows.embedded, row)
-        return [self._asked(at, seen, ahead_1D) for at, seen in enumerate(state.kept)]
+        firsts = [span.first for span, _ in asked]
+        ahead_BD = rows.embedded if len(firsts) == len(rows.embedded) else rows.embedded[firsts]
+        for layer, at in enumerate(self._consumer_of):
+            if at is None:
+                continue
+            seen = [state.kept[at] for _, state in asked]
+            together = seen[0] if len(seen) == 1 else Seen(*(torch.cat(parts) for parts in zip(*seen, strict=True)))
+            index_BK, weights_BK = self._asked(at, together, ahead_BD)
+            for row, (_, state) in enumerate(asked):  # owners follow each other as their consumers do
+                state.ready.append((_row(index_BK, row), _row(weights_BK, row)))
+            self._foretold[layer] = experts = list(dict.fromkeys(index_BK.T.flatten().tolist()))
+            yield layer, experts
 
     def needs_gate(self, layer: int, rows: Rows) -> bool:
         """Not where every row has a prediction."""

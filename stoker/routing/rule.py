@@ -7,7 +7,7 @@ what it needs (who is resident, a layer's own rule) comes as arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -124,9 +124,9 @@ class RoutingRule:
         """How many of the first `tokens` tokens of a sequence a new prompt that begins with them may keep."""
         return tokens
 
-    def before_step(self, rows: Rows) -> Sequence[tuple[int, list[int]]]:
+    def before_step(self, rows: Rows) -> Iterable[tuple[int, list[int]]]:
         """(layer, experts that it will need, likeliest first) of a step that is about to begin, as far as that is
-        known; asked once a try, so it changes nothing that a second try would not change again."""
+        known. Taken to its end once a try, so it changes nothing that a second try would not change again."""
         return ()
 
     def route(

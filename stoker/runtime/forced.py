@@ -51,7 +51,7 @@ def _together(runtime: Runtime, ids_BT: Tensor, masks: Masks, prompt_tokens: int
         runtime.step.rows = Rows(runtime.step.index + 1, tuple(spans))
         if runtime.rule.wants_tokens:
             runtime._show_tokens(ids_BT.flatten())
-        runtime.rule.before_step(runtime.step.rows)
+        list(runtime.rule.before_step(runtime.step.rows))
     if DEFAULT_LORA in runtime.mode.loras and not gate:
         runtime.step.lora = ((0, ALL_ROWS, DEFAULT_LORA),)
     mask_BT = None if masks[0] is None else torch.stack([mask for mask in masks if mask is not None])
