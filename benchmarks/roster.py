@@ -6,7 +6,7 @@ Each case is a process of its own that reads with O_DIRECT, so the device is col
 same prompt: `resident` with every expert in memory, `lru` with a quarter of the slots and the model's own routes (or,
 with --routes, recorded ones: a model of random weights has no locality), `roster` with the same slots, pinned after the
 first decoded token, so that loading the rosters counts. Rosters of a model of random weights are forced on it: they say
-nothing about quality.
+nothing about quality. Forced rosters stay forced: the ids are random, so the detector has nothing to go by.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if options.case == "roster":
         sizes = ",".join(map(str, slots))
-        more = {"routing": "roster", "roster_size": sizes, "pin_after": str(options.prompt + 1)}
+        more = {"routing": "roster", "roster_size": sizes, "pin_after": str(options.prompt + 1), "shift": False}
     tokens = options.lru_tokens if options.case == "lru" else options.tokens
     ctx_size = options.prompt + options.tokens + 1
     with load(options.store, Options(memory=options.memory, slots=slots, ctx_size=ctx_size, **more)) as model:

@@ -42,6 +42,7 @@ def chat(
     roster_size: common.RosterSize = None,
     pin_after: common.PinAfter = None,
     delta: common.Delta = None,
+    shift: common.ShiftOption = None,
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
@@ -59,7 +60,7 @@ def chat(
     """Converse, streaming; /help lists what can be said to the program instead of the model."""
     options = common.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options |= {"max_tokens": max_tokens, "stop": stop or ()}
-    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    rule = common.rule_options(roster_size, pin_after, delta, shift, cache_lambda, keep_best, own_slots)
     loading = Loading(
         model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule, quality
     )

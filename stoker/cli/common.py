@@ -90,10 +90,17 @@ PinAfter = Annotated[
 Delta = Annotated[
     float | None,
     typer.Option(
-        help="roster: half the lead that an outsider needs, in mean logit ranges (default: 0.25; inf: a wall).",
+        help="roster: half the lead that an outsider needs, in mean logit ranges (default: 0.15; inf: a wall).",
         rich_help_panel=_ROUTING,
     ),
 ]
+ShiftOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--shift/--no-shift", rich_help_panel=_ROUTING,
+        help="roster: whether a change of topic gives up a pinned roster (default: it does).",
+    ),
+]  # fmt: skip
 CacheLambda = Annotated[
     float | None,
     typer.Option(
@@ -168,13 +175,14 @@ def rule_options(
     roster_size: str | None,
     pin_after: str | None,
     delta: float | None,
+    shift: bool | None,
     cache_lambda: float | None,
     keep_best: int | None,
     own_slots: int | None,
 ) -> dict[str, Any]:
     """The options of a routing mode that were given."""
     asked = {
-        "roster_size": roster_size, "pin_after": pin_after, "delta": delta,
+        "roster_size": roster_size, "pin_after": pin_after, "delta": delta, "shift": shift,
         "cache_lambda": cache_lambda, "keep_best": keep_best, "own_slots": own_slots,
     }  # fmt: skip
     return {name: value for name, value in asked.items() if value is not None}

@@ -75,6 +75,7 @@ def evaluate(
     roster_size: common.RosterSize = None,
     pin_after: common.PinAfter = None,
     delta: common.Delta = None,
+    shift: common.ShiftOption = None,
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
@@ -88,7 +89,7 @@ def evaluate(
 
     earlier = None if against is None else read_result(against)
     asked = Text(text, passages(text), windows, window_tokens, prompt_tokens)
-    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    rule = common.rule_options(roster_size, pin_after, delta, shift, cache_lambda, keep_best, own_slots)
     context = max(window_tokens, 512)
     loading = Loading(model, memory, "auto", "auto", threads, context, None, activation_bits, routing, adapter, rule)
     if adapter is not None and reference is None:

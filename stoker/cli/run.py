@@ -39,6 +39,7 @@ def run(
     roster_size: common.RosterSize = None,
     pin_after: common.PinAfter = None,
     delta: common.Delta = None,
+    shift: common.ShiftOption = None,
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
@@ -71,7 +72,7 @@ def run(
     if live:
         check_terminal(sys.stderr)
     text = common.read_stdin_prompt() if prompt in (None, "-") else prompt
-    rule = common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    rule = common.rule_options(roster_size, pin_after, delta, shift, cache_lambda, keep_best, own_slots)
     loading = Loading(
         model, memory, path, policy, threads, ctx_size, trace, activation_bits, routing, adapter, rule, quality
     )

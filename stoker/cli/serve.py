@@ -129,6 +129,7 @@ def serve(
     roster_size: common.RosterSize = None,
     pin_after: common.PinAfter = None,
     delta: common.Delta = None,
+    shift: common.ShiftOption = None,
     cache_lambda: common.CacheLambda = None,
     keep_best: common.KeepBest = None,
     own_slots: common.OwnSlots = None,
@@ -180,7 +181,7 @@ def serve(
     _log_to_stderr()
     loading: dict[str, Any] = {"path": path, "policy": policy, "threads": threads, "ctx_size": ctx_size, "trace": trace}
     loading |= {"activation_bits": activation_bits, "kv_tokens": kv_tokens, "routing": routing, "adapter": adapter}
-    loading |= common.rule_options(roster_size, pin_after, delta, cache_lambda, keep_best, own_slots)
+    loading |= common.rule_options(roster_size, pin_after, delta, shift, cache_lambda, keep_best, own_slots)
     loading["loras"] = loras
     loading["quality"] = quality
     size_bytes = parse_bytes(prefix_cache_size or "8GiB", option="--prefix-cache-size")
@@ -295,7 +296,7 @@ def _registry(
 def _priced(options: dict[str, Any]) -> dict[str, Any]:
     """The options that change what a model costs."""
     sizes = ("ctx_size", "kv_tokens", "activation_bits", "parallel", "prefix_ram", "grammars")
-    rules = ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "cache_lambda", "keep_best")
+    rules = ("routing", "adapter", "loras", "roster_size", "pin_after", "delta", "shift", "cache_lambda", "keep_best")
     return {name: options[name] for name in (*sizes, *rules, "own_slots") if name in options}
 
 

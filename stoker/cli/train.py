@@ -219,7 +219,6 @@ def roster(
     threads: Threads = None,
 ) -> None:
     """LoRA on text under the roster rule with pinning active: what makes `--routing roster` cost little (600 steps)."""
-    from dataclasses import replace
     from types import SimpleNamespace
 
     from stoker.routing.settings import roster_settings
@@ -227,9 +226,9 @@ def roster(
     from stoker.runtime.skeleton import load_config
     from stoker.store.reader import open_store
 
-    asked = SimpleNamespace(roster_size=roster_size, pin_after=pin_after, delta=delta)
+    asked = SimpleNamespace(roster_size=roster_size, pin_after=pin_after, delta=delta, shift=False)
     experts = min(pool.experts for pool in open_store(store).pools)
-    rosters = replace(roster_settings(asked, experts, top_k(load_config(store).get_text_config())), shift=None)
+    rosters = roster_settings(asked, experts, top_k(load_config(store).get_text_config()))
     _run(
         ["roster"], store, out, text, {"sequences": sequences, "seed": seed},
         rank=rank, alpha=alpha, steps=steps, sequence_tokens=sequence_tokens, lr=lr, adapter=adapter, memory=memory,

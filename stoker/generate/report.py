@@ -154,6 +154,7 @@ def described(routing: Mapping[str, Any]) -> str:
     words = [f"routing {routing['mode']}"]
     settings = routing.get("settings", {})
     words += [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in settings.items() if name != "shift"]
+    words += ["no shift"] if settings.get("shift", True) is None else []
     if "top_k" in routing:
         words.append(f"K {routing['top_k']}")
     if "adapter" in routing:

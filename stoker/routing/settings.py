@@ -11,7 +11,12 @@ from stoker.routing.roster_options import DELTA, SHARE, Prefix, RosterOptions
 
 RuleSettings = RosterOptions | CacheAwareOptions
 OPTIONS = {
-    "roster": {"roster_size": "--roster-size", "pin_after": "--pin-after", "delta": "--delta"},
+    "roster": {
+        "roster_size": "--roster-size",
+        "pin_after": "--pin-after",
+        "delta": "--delta",
+        "shift": "--shift/--no-shift",
+    },
     "cache-aware": {"cache_lambda": "--lambda", "keep_best": "--keep-best", "own_slots": "--own-slots"},
 }
 
@@ -30,14 +35,15 @@ def check_settings(routing: str, options: Any) -> None:
 
 
 def roster_settings(options: Any, experts: int, top_k: int, trained: Mapping[str, Any] | None = None) -> RosterOptions:
-    """options: roster_size, pin_after, delta, None where nobody said: then as an adapter was `trained`
-    (RosterOptions.as_dict), or a quarter of the experts, at least 2 K. Raises OptionError."""
+    """options: roster_size, pin_after, delta, shift, None where nobody said: then as an adapter was `trained`
+    (RosterOptions.as_dict), or a quarter of the experts, at least 2 K; shifts are on, though training has none.
+    Raises OptionError."""
     said = dict(trained or {})
     sizes = said.get("sizes", [min(experts, max(experts // 4, 2 * top_k))])
     size = options.roster_size or ",".join(map(str, sizes))
     pin_after = options.pin_after or said.get("pin_after", str(Prefix(share=SHARE)))
     delta = float(said.get("delta", DELTA)) if options.delta is None else options.delta
-    return RosterOptions.parse(size, pin_after, delta)
+    return RosterOptions.parse(size, pin_after, delta, shift=options.shift is not False)
 
 
 def cache_aware_settings(options: Any) -> CacheAwareOptions:

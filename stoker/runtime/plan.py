@@ -52,9 +52,10 @@ class Options:
     grammars: bool = False  # room for a tokenizer's vocabulary in the form that grammars need: servers want it
     routing: str | None = None  # who chooses experts: see runtime/modes.py; None: the gate, or an adapter's heads
     adapter: str | None = None  # a directory: docs/adapters.md
-    roster_size: str | None = None  # of --routing roster, with pin_after and delta: docs/routing.md
+    roster_size: str | None = None  # of --routing roster, with pin_after, delta and shift: docs/routing.md
     pin_after: str | None = None
     delta: float | None = None
+    shift: bool | None = None
     cache_lambda: float | None = None  # of --routing cache-aware, with keep_best and own_slots
     keep_best: int | None = None
     own_slots: int | None = None

@@ -14,6 +14,7 @@ from stoker.generate.batcher import Batcher
 from stoker.generate.job import Done, Job
 from stoker.generate.model import Model
 from stoker.generate.prefix import open_prefix_cache
+from stoker.generate.report import described
 from stoker.generate.request import Request, resolve_sampling
 from stoker.trace.reader import Trace
 from tests.runtime.conftest import packed
@@ -108,10 +109,21 @@ def test_cache_aware_answers_may_be_their_own(packed) -> None:  # type: ignore[n
         assert alone(model, PROMPTS[0]) == none, "no lead: the model's own routes, bit for bit"
 
 
+def test_no_shift_is_carried_to_the_rosters_and_told(packed) -> None:  # type: ignore[no-untyped-def]
+    for shift in (None, True, False):
+        with opened(packed("qwen3_moe", 4), **ROSTER, shift=shift) as model:
+            told = model.generate(PROMPTS[0], max_tokens=1).routing
+            assert (model.runtime.rule.options.shift is None) == (shift is False)
+        assert (told["settings"]["shift"] is None) == (shift is False)
+        assert described(told).endswith("no shift") == (shift is False)
+
+
 def test_options_are_refused_by_name(packed) -> None:  # type: ignore[no-untyped-def]
     store = packed("qwen3_moe", 4)
     for options, message in (
         ({"roster_size": "4"}, "no effect without --routing roster"),
+        ({"shift": False}, "--shift/--no-shift.*no effect without --routing roster"),
+        ({"routing": "cache-aware", "shift": True}, "no effect without --routing roster"),
         ({"routing": "roster", "cache_lambda": 0.1}, "no effect without --routing cache-aware"),
         ({"routing": "roster", "roster_size": "9"}, "do not fit"),
         ({"routing": "roster", "pin_after": "soon"}, "cannot be read"),
@@ -119,5 +131,6 @@ def test_options_are_refused_by_name(packed) -> None:  # type: ignore[no-untyped
     ):
         with pytest.raises(OptionError, match=message):
             opened(store, **options)
-    asked = CliRunner().invoke(build_app(), ["run", str(store), "x", "--memory", "8GiB", "--roster-size", "4"])
-    assert asked.exit_code == 2 and "--routing roster" in asked.output
+    for words in (["--roster-size", "4"], ["--no-shift"], ["--shift"]):
+        asked = CliRunner().invoke(build_app(), ["run", str(store), "x", "--memory", "8GiB", *words])
+        assert asked.exit_code == 2 and "--routing roster" in asked.output

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from stoker.errors import OptionError
 from stoker.routing.roster import Phase, Roster
 from stoker.routing.roster_options import Prefix, RosterOptions, together
+from stoker.routing.settings import roster_settings
 from stoker.routing.shift import Shift
 from tests.routing.roster_oracle import PlainRoster
 
@@ -103,6 +106,20 @@ def test_a_shift_is_seen_and_pinned_anew_within_64_tokens() -> None:
     assert roster.pins == 2 and roster.pinned and len(before & set(roster.members())) < 6
     roster.route(scores_TE[364:])
     assert roster.pins == 2
+
+
+@pytest.mark.parametrize("trained", [None, {"sizes": [8], "pin_after": "60", "delta": 0.25, "shift": None}])
+def test_without_shifts_the_same_text_never_moves_a_pinned_roster(trained: dict[str, object] | None) -> None:
+    scores_TE = topical(8, 600, 32, topics=2)
+    pins = {}
+    for shift in (None, True, False):
+        asked = SimpleNamespace(roster_size="8", pin_after="60", delta=0.25, shift=shift)
+        roster = roster_settings(asked, 32, 4, trained).new(0, 32, 4, pin_at=60)
+        roster.route(scores_TE[:60])
+        members = roster.members()
+        roster.route(scores_TE[60:])
+        pins[shift] = roster.pins, roster.members() == members
+    assert pins == {None: (2, False), True: (2, False), False: (1, True)}
 
 
 def test_union_of_pinned_rosters() -> None:
