@@ -8,8 +8,11 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/pinned_roster.h"
+#include "kernels/pinned_step.h"
 
 namespace stoker {
 
@@ -28,22 +31,50 @@ inline void check_ids(const int64_t* ids, const PinnedRoster& roster) {
   }
 }
 
-// A tuple a row (range, held, mass, kl, changed, kept), or None where one has a logit that is not finite. Row t is rosters[t]'s.
-inline nanobind::object pinned_tokens(nanobind::list rosters, uintptr_t logits, uintptr_t probabilities, uintptr_t gate,
-                                      uintptr_t gate_weights, bool renormalise, uintptr_t used, uintptr_t weights, uintptr_t free) {
+inline void check_place(int64_t place, int64_t places, const char* of) {
+  if (place < 0 || place >= places) throw std::out_of_range(std::string(of) + " " + std::to_string(place) + " of " + std::to_string(places));
+}
+
+// rosters: a list a token of a roster or None a layer. A layer is covered where all of its rosters are there and have one shape.
+inline PinnedStep make_pinned_step(nanobind::list rosters, nanobind::list renormalise) {
+  const size_t T = rosters.size(), L = renormalise.size();
+  if (T == 0) throw std::invalid_argument("a step without tokens");
+  std::vector<PinnedRoster> found(L * T);
+  std::vector<bool> divided(L);
+  for (size_t l = 0; l < L; ++l) divided[l] = nanobind::cast<bool>(renormalise[l]);
+  for (size_t t = 0; t < T; ++t) {
+    const auto row = nanobind::cast<nanobind::list>(rosters[t]);
+    if (row.size() != L) throw std::invalid_argument("the sequences have not the same layers");
+    for (size_t l = 0; l < L; ++l) {
+      if (!row[l].is_none()) found[l * T + t] = nanobind::cast<const PinnedRoster&>(row[l]);
+    }
+  }
+  for (size_t l = 0; l < L; ++l) {
+    const PinnedRoster first = found[l * T];
+    const auto fits = [&](const PinnedRoster& one) { return one.member != nullptr && one.E == first.E && one.K == first.K; };
+    if (!std::all_of(&found[l * T], &found[l * T] + T, fits)) std::fill_n(&found[l * T], T, PinnedRoster{});
+  }
+  return {std::move(found), std::move(divided), static_cast<int64_t>(T)};
+}
+
+inline bool route_pinned(PinnedStep& step, int64_t layer, uintptr_t logits, uintptr_t probabilities, uintptr_t gate,
+                         uintptr_t gate_weights) {
+  check_place(layer, step.layers(), "layer");
+  if (!step.covers(layer)) throw std::invalid_argument("a layer without its rosters");
+  const GateRow row{reinterpret_cast<const float*>(logits), reinterpret_cast<const float*>(probabilities),
+                    reinterpret_cast<const int64_t*>(gate), reinterpret_cast<const float*>(gate_weights)};
+  for (int64_t t = 0; t < step.tokens(); ++t) check_ids(row.experts + t * step.roster(layer, t).K, step.roster(layer, t));
+  return step.route(layer, row);
+}
+
+// (layer, range, held, changed) of each layer that was routed.
+inline nanobind::list finish_pinned(const PinnedStep& step, int64_t row, int64_t number) {
+  check_place(row, step.tokens(), "token");
+  step.count(row, number);
   nanobind::list found;
-  int64_t t = 0;
-  for (nanobind::handle item : rosters) {
-    const PinnedRoster& roster = nanobind::cast<const PinnedRoster&>(item);
-    const int64_t e = t * roster.E, k = t * roster.K;
-    const GateRow row{reinterpret_cast<const float*>(logits) + e, reinterpret_cast<const float*>(probabilities) + e,
-                      reinterpret_cast<const int64_t*>(gate) + k, reinterpret_cast<const float*>(gate_weights) + k};
-    const UsedRow out{reinterpret_cast<int64_t*>(used) + k, reinterpret_cast<float*>(weights) + k, reinterpret_cast<int64_t*>(free) + k};
-    check_ids(row.experts, roster);
-    RosterToken token;
-    if (!pinned_token(roster, row, renormalise, out, token)) return nanobind::none();
-    found.append(nanobind::make_tuple(token.range, token.held, token.mass, token.kl, token.changed, token.kept));
-    ++t;
+  for (int64_t layer = 0; layer < step.layers(); ++layer) {
+    const RosterToken& token = step.token(layer, row);
+    if (step.routed(layer)) found.append(nanobind::make_tuple(layer, token.range, token.held, token.changed));
   }
   return found;
 }
@@ -65,12 +96,28 @@ inline void bind_roster(nanobind::module_& m) {
   nb::class_<PinnedRoster>(m, "PinnedRoster")
       .def("__init__", [](PinnedRoster* self, uintptr_t member, uintptr_t count, uintptr_t last, int64_t E, int64_t K) {
         new (self) PinnedRoster(make_pinned_roster(member, count, last, E, K));
-      }, "member"_a, "count"_a, "last"_a, "E"_a, "K"_a)
-      .def("use", [](const PinnedRoster& roster, uintptr_t experts, int64_t token) {
-        check_ids(reinterpret_cast<const int64_t*>(experts), roster);
-        use_pinned(roster, reinterpret_cast<const int64_t*>(experts), token);
-      }, "experts"_a, "token"_a);
-  m.def("pinned_tokens", &pinned_tokens, "rosters"_a, "logits"_a, "probabilities"_a, "gate"_a, "gate_weights"_a, "renormalise"_a,
-        "used"_a, "weights"_a, "free"_a);
+      }, "member"_a, "count"_a, "last"_a, "E"_a, "K"_a);
+  nb::class_<PinnedStep>(m, "PinnedStep")
+      .def("__init__", [](PinnedStep* self, nb::list rosters, nb::list renormalise) {
+        new (self) PinnedStep(make_pinned_step(rosters, renormalise));
+      }, "rosters"_a, "renormalise"_a)
+      .def("experts", [](const PinnedStep& step) {
+        nb::list found;
+        for (int64_t layer = 0; layer < step.layers(); ++layer) found.append(step.covers(layer) ? step.roster(layer, 0).E : 0);
+        return found;
+      })
+      .def("route", &route_pinned, "layer"_a, "logits"_a, "probabilities"_a, "gate"_a, "gate_weights"_a)
+      .def("begin", [](PinnedStep& step, uintptr_t used, uintptr_t weights, uintptr_t free) {
+        step.begin({reinterpret_cast<int64_t*>(used), reinterpret_cast<float*>(weights), reinterpret_cast<int64_t*>(free)});
+      }, "used"_a, "weights"_a, "free"_a)
+      .def("skip", [](PinnedStep& step, int64_t layer) {
+        check_place(layer, step.layers(), "layer");
+        step.skip(layer);
+      }, "layer"_a)
+      .def("finish", &finish_pinned, "row"_a, "number"_a)
+      .def("take_meters", [](PinnedStep& step) {
+        const RosterMeters found = step.take_meters();
+        return nb::make_tuple(found.tokens, found.kept, found.changed_tokens, found.mass, found.kl);
+      });
   m.def("held_shares", &held_shares, "scores"_a, "free"_a, "member"_a, "T"_a, "K"_a, "held"_a);
 }

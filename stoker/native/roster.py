@@ -37,77 +37,93 @@ class PinnedRoster:
             member_E.ctypes.data, count_E.ctypes.data, last_E.ctypes.data, experts, chosen
         )
 
-    def use(self, experts_TK: Tensor, row: int, token: int) -> None:
-        """Count the experts int64 [K] of a row as used by token number `token`. IndexError for one that is none."""
-        if experts_TK.shape[1] != self.chosen or experts_TK.dtype is not _i64 or not 0 <= row < len(experts_TK):
-            raise ValueError(f"experts: expected int64 [>{row}, {self.chosen}], got {experts_TK.dtype} {row}")
-        self.native.use(experts_TK[row].data_ptr(), token)
-
 
 class TokenFacts(NamedTuple):
-    """What the rule and its meters ask about a token. range: largest - smallest logit; held: as `held_shares`;
-    mass: probability of the experts used over that of the gate's; kl: from the gate's route to the used one, nats;
-    changed: free choices that are not used; kept: choices of the gate that are used."""
+    """What the rule asks about a token in a layer. range: largest - smallest logit; held: as `held_shares`; changed:
+    free choices that are not used."""
 
+    layer: int
     range: float
     held: float
+    changed: int
+
+
+class StepMeters(NamedTuple):
+    """Sums over tokens and layers. kept: choices of the gate that are used; mass: probability of the experts used over
+    that of the gate's; kl: from the gate's route to the used one, nats."""
+
+    tokens: int
+    kept: int
+    changed_tokens: int
     mass: float
     kl: float
-    changed: int
-    kept: int
 
 
-class PinnedRoute(NamedTuple):
-    """experts int64 and weights f32 [T, K] as used; free int64 [T, K]: the best of all experts; facts by row."""
+class PinnedStep:
+    """The single tokens of T sequences in a step, each under its own rosters: routed layer by layer, and counted where
+    the rosters are only by `finish`. Serves all steps of the same rosters, each after `begin`.
 
-    experts: Tensor
-    weights: Tensor
-    free: Tensor
-    facts: Sequence[Any]  # TokenFacts as plain tuples
-
-
-def pinned_tokens(
-    rosters: Sequence[PinnedRoster],
-    logits_TE: Tensor,
-    probabilities_TE: Tensor,
-    gate_TK: Tensor,
-    weights_TK: Tensor,
-    renormalise: bool,
-) -> PinnedRoute | None:
-    """Row t uses the best members of rosters[t], by logit, ties by id; None where a logit is not finite.
-
-    logits and their softmax: f32 [T, E]; the gate's route: int64 and f32 [T, K]; all contiguous. A row whose experts
-    are the gate's has the gate's ids and weights; another's weights are the probabilities, divided by their sum if
-    `renormalise`: the bits of `routing.select.weigh`. IndexError for an expert that is none.
+    rosters: by sequence and layer, None where there is none that stays; renormalise: by layer. free: int64 [L, T, K],
+    the best of all experts of each token that was routed. ValueError where they do not fit together.
     """
-    tokens, experts, chosen = len(rosters), rosters[0].experts, rosters[0].chosen
-    wide, narrow = (tokens, experts), (tokens, chosen)
-    if not (
-        logits_TE.shape == probabilities_TE.shape == wide
-        and gate_TK.shape == weights_TK.shape == narrow
-        and logits_TE.dtype is probabilities_TE.dtype is weights_TK.dtype is _f32
-        and gate_TK.dtype is _i64
-        and logits_TE.is_contiguous()
-        and probabilities_TE.is_contiguous()
-        and gate_TK.is_contiguous()
-        and weights_TK.is_contiguous()
-        and (tokens == 1 or all(one.experts == experts and one.chosen == chosen for one in rosters))
-    ):
-        got = [f"{x.dtype} {list(x.shape)}" for x in (logits_TE, probabilities_TE, gate_TK, weights_TK)]
-        raise ValueError(f"expected contiguous float32 {wide} twice, int64 and float32 {narrow}, got {'; '.join(got)}")
-    used_TK, free_TK, new_TK = torch.empty_like(gate_TK), torch.empty_like(gate_TK), torch.empty_like(weights_TK)
-    facts = _kernels.pinned_tokens(
-        [one.native for one in rosters],
-        logits_TE.data_ptr(),
-        probabilities_TE.data_ptr(),
-        gate_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        renormalise,
-        used_TK.data_ptr(),
-        new_TK.data_ptr(),
-        free_TK.data_ptr(),
-    )
-    return None if facts is None else PinnedRoute(used_TK, new_TK, free_TK, facts)
+
+    def __init__(self, rosters_TL: Sequence[list[PinnedRoster | None]], renormalise_L: list[bool]) -> None:
+        sizes = {one.chosen for row in rosters_TL for one in row if one is not None}
+        if len(sizes) != 1:
+            raise ValueError(f"expected rosters of which a token uses as many experts, got {sorted(sizes)}")
+        self.rosters_TL = rosters_TL
+        self._shape = len(renormalise_L), len(rosters_TL), sizes.pop()
+        self._narrow = self._shape[1:]
+        self.free_LTK = np.empty(self._shape, dtype=np.int64)
+        natives = [[None if one is None else one.native for one in row] for row in rosters_TL]
+        self._native = _kernels.PinnedStep(natives, renormalise_L)
+        self._wide = [(len(rosters_TL), experts) if experts else None for experts in self._native.experts()]
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is routed; what was, and was not finished, is forgotten."""
+        used_LTK, weights_LTK = torch.empty(self._shape, dtype=_i64), torch.empty(self._shape)
+        self._native.begin(used_LTK.data_ptr(), weights_LTK.data_ptr(), self.free_LTK.ctypes.data)
+        self._found = list(zip(used_LTK.unbind(), weights_LTK.unbind(), strict=True))
+
+    def covers(self, layer: int) -> bool:
+        """Whether every sequence has its roster in this layer."""
+        return self._wide[layer] is not None
+
+    def route(self, layer: int, logits_TE: Tensor, gate_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The tokens' experts int64 and weights f32 [T, K] in a layer: the best members by logit, ties by id. They
+        stay as they are when the next step begins.
+
+        logits: f32 [T, E]; the gate's route: int64 and f32 [T, K]; contiguous. A row whose experts are the gate's has
+        the gate's ids and weights; another's weights are the softmax of its logits, divided by their sum if the layer
+        renormalises: the bits of `routing.select.weigh`. None, and nothing is routed, for other tensors, for a layer
+        that is not covered, and where a logit is not finite. IndexError for an expert of the gate that is none.
+        """
+        if not (
+            logits_TE.shape == self._wide[layer]
+            and gate_TK.shape == weights_TK.shape == self._narrow
+            and logits_TE.dtype is weights_TK.dtype is _f32
+            and gate_TK.dtype is _i64
+            and logits_TE.is_contiguous()
+            and gate_TK.is_contiguous()
+            and weights_TK.is_contiguous()
+        ):
+            self._native.skip(layer)
+            return None
+        probabilities_TE = logits_TE.softmax(-1)
+        routed = self._native.route(
+            layer, logits_TE.data_ptr(), probabilities_TE.data_ptr(), gate_TK.data_ptr(), weights_TK.data_ptr()
+        )
+        return self._found[layer] if routed else None
+
+    def finish(self, row: int, number: int) -> list[Any]:
+        """Count what the sequence of this row used, in every layer that was routed, as its token `number`; TokenFacts
+        of those layers, as plain tuples."""
+        return self._native.finish(row, number)
+
+    def take_meters(self) -> StepMeters:
+        """Of all that was routed since they were taken, counted or not."""
+        return StepMeters(*self._native.take_meters())
 
 
 def held_shares(

@@ -6,11 +6,12 @@ distribution moved. Knows logits and choices alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from stoker.native.roster import StepMeters
 
 TINY = 1e-9
 
@@ -43,15 +44,14 @@ class Meters:
             self.mass += float((used_XK.sum(-1) / gate_XK.sum(-1).clamp_min(TINY)).sum())
             self.kl += float(_route_kl(rows_XE, gate_TK[changed_T], used_TK[changed_T]).sum())
 
-    def add(self, facts: Sequence[tuple[float, float, float, float, int, int]], chosen: int) -> None:
-        """Tokens of a layer, as native.roster.TokenFacts of them, each with `chosen` choices."""
-        self.tokens += len(facts)
-        self.choices += len(facts) * chosen
-        for _range, _held, mass, kl, _changed, kept in facts:
-            self.kept += kept
-            self.changed_tokens += kept != chosen
-            self.mass += mass
-            self.kl += kl
+    def add(self, more: StepMeters, chosen: int) -> None:
+        """What a native call summed up, of tokens with `chosen` choices each."""
+        self.tokens += more.tokens
+        self.choices += more.tokens * chosen
+        self.kept += more.kept
+        self.changed_tokens += more.changed_tokens
+        self.mass += more.mass
+        self.kl += more.kl
 
     def figures(self) -> dict[str, float]:
         """swapped_share of the choices, slot_agreement, weight_mass_kept, route_kl a token and layer (nats)."""

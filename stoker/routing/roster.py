@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.native.roster import PinnedRoster, PinnedRoute, held_shares
+from stoker.native.roster import PinnedRoster, held_shares
 from stoker.routing.shift import Detector, Shift
 
 Floats = NDArray[np.float64]
@@ -98,24 +98,20 @@ class Roster:
             self._native = PinnedRoster(self.member_E, self.count_E, self.last_E, self.chosen)
         return self._native
 
-    def evidence_after(self, held: float) -> float | None:
-        """What the detector would know after one more token of which the roster holds so much; None where that is a
-        shift: such a token is for `route`."""
-        if self.detector is None:
-            return 0.0
-        evidence = self.detector.evidence_after(held)
-        return None if evidence >= self.detector.shift.evidence else evidence
-
-    def note_token(self, route: PinnedRoute, row: int, evidence: float) -> None:
-        """Keep a token that `native` routed; evidence: as `evidence_after` said, which was not None."""
-        score_range, held, _mass, _kl, changed, _kept = route.facts[row]
+    def note_token(self, score_range: float, held: float, changed: int, free_TK: Ints) -> bool:
+        """Keep a token that native calls routed and counted, from what they said of it (free: int64 [1, K]); whether it
+        shows a shift."""
         self.range_sum += score_range
         self.changed += changed
-        self.native().use(route.experts, row, self.tokens)
         self.tokens += 1
-        if self.detector is not None:
-            self.detector.note(held, evidence)
-            self._keep_recent(route.free[row : row + 1].numpy())
+        detector = self.detector
+        if detector is None:
+            return False
+        shifted = detector.note(held, detector.evidence_after(held))
+        self._keep_recent(free_TK)
+        if shifted:
+            self._start_anew()
+        return shifted
 
     # ---- one phase each: the choices of at least one token, at most up to where the phase or the roster changes ---
 

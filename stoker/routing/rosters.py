@@ -9,33 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from operator import is_not
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from stoker.errors import OptionError
-from stoker.native.roster import PinnedRoute, pinned_tokens
+from stoker.native.roster import PinnedRoster, PinnedStep
 from stoker.routing.meters import Meters
-from stoker.routing.roster import Phase, Roster
+from stoker.routing.roster import Roster
 from stoker.routing.roster_options import LEAST_PREFIX_TOKENS, RosterOptions
 from stoker.routing.rule import LayerInfo, RouteState, RoutingRule, Rows, Span
 from stoker.routing.select import ranks, weigh
 
 
-class PinnedToken(NamedTuple):
-    """A single token of a pinned roster, which learns of it when the step is done: what a failed step must find again
-    need not be copied."""
-
-    roster: Roster
-    route: PinnedRoute
-    row: int
-    evidence: float
-
-
 class RosterState(RouteState):
-    """The rosters of one sequence, by MoE layer; `pending` is what the step under way makes of them."""
+    """The rosters of one sequence, by MoE layer. `pending` is what the step under way makes of them, but for layers
+    that the rule's PinnedStep has routed; pinned: whether all are."""
 
     def __init__(self, rule: RosterRule) -> None:
         self._rule = rule
@@ -46,8 +38,13 @@ class RosterState(RouteState):
     def _begin(self, tokens: int) -> None:
         self.began = tokens
         self.rosters = self._rule.fresh(tokens)
-        self.pending: dict[int, Roster | PinnedToken] = {}
+        self.pending: dict[int, Roster] = {}
         self.pin_at: int | None = None
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.pinned = all(roster.pinned for roster in self.rosters)
+        self._natives: list[PinnedRoster | None] | None = None
 
     def expect(self, prompt_tokens: int, total_tokens: int) -> None:
         self.prompt_tokens, self.total_tokens = prompt_tokens, total_tokens
@@ -63,9 +60,12 @@ class RosterState(RouteState):
     def tokens(self) -> int:
         return self.rosters[0].tokens
 
-    @property
-    def pinned(self) -> bool:
-        return all(roster.pinned for roster in self.rosters)
+    def natives(self) -> list[PinnedRoster | None]:
+        """The rosters, by layer, that native calls can follow: pinned ones where the layer's own rule is plain."""
+        if self._natives is None:
+            pairs = zip(self.rosters, self._rule.plain, strict=True)
+            self._natives = [roster.native() if roster.pinned and is_plain else None for roster, is_plain in pairs]
+        return self._natives
 
     def next_roster(self, layer: int, span: Span) -> Roster:
         """A copy of the layer's roster, to go through the span's tokens."""
@@ -86,17 +86,21 @@ class RosterState(RouteState):
         elif span.answer_row < span.last and (prefix.prompt or prefix.share is not None):
             self.pin_at = max(LEAST_PREFIX_TOKENS, span.answer_from)
 
-    def commit(self) -> bool:
-        """Keep what the step made; whether a roster was pinned or given up in it."""
+    def commit(self, step: PinnedStep | None, row: int) -> bool:
+        """Keep what the step made; whether a roster was pinned or given up in it. row: this sequence's in `step`."""
         changed = False
+        if step is not None:
+            for layer, score_range, held, missed in step.finish(row, self.tokens):
+                free_TK = step.free_LTK[layer, row : row + 1]
+                changed |= self.rosters[layer].note_token(score_range, held, missed, free_TK)
+                self.pending.pop(layer, None)
         for layer, roster in self.pending.items():
-            if isinstance(roster, PinnedToken):
-                roster.roster.note_token(roster.route, roster.row, roster.evidence)
-                continue
             before = self.rosters[layer]
             changed |= roster.pins != before.pins or roster.phase is not before.phase
             self.rosters[layer] = roster
-        self.pending = {}
+        if changed or self.pending:
+            self.pending = {}
+            self._refresh()
         return changed
 
 
@@ -110,9 +114,14 @@ class RosterRule(RoutingRule):
         self.meters = Meters()
         self.rosters_changed = False
         self._layers: Sequence[LayerInfo] = ()
+        self.plain: list[bool] = []  # by layer: whether native calls can follow its rule
+        self._renormalise: list[bool] = []  # by layer, as its rule says
         self._held: list[bool] = []  # by layer: whether every pinned roster found its slots
         self._states: WeakSet[RosterState] = WeakSet()
         self._pins = self._shifts = 0
+        self._rows: Rows | None = None  # of the step under way
+        self._step: PinnedStep | None = None  # where its tokens are single ones, under rosters of which some are pinned
+        self._kept: PinnedStep | None = None  # the last one, for steps of the same rosters
 
     def attach(self, layers: Sequence[LayerInfo]) -> None:
         first = layers[0]
@@ -125,6 +134,8 @@ class RosterRule(RoutingRule):
                     got=f"{info.rule.groups} groups",
                 )
         self._layers, self._held = layers, [False] * len(layers)
+        self.plain = [info.rule.plain for info in layers]
+        self._renormalise = [info.rule.renormalise for info in layers]
 
     def new_state(self) -> RosterState:
         state = RosterState(self)
@@ -146,8 +157,11 @@ class RosterRule(RoutingRule):
         self, layer: int, rows: Rows, hidden_TD: Tensor, logits_TE: Tensor | None, index_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert logits_TE is not None
-        found = self._pinned_route(layer, rows, logits_TE, index_TK, weights_TK)
-        if found is not None:
+        if rows is not self._rows:
+            self._begin(rows)
+        # A token that shows a change of topic is still routed like those before: its state alone changes.
+        found = self._step and self._step.route(layer, logits_TE, index_TK, weights_TK)
+        if found:
             return found
         rule = self._layers[layer].rule
         logits_TE = logits_TE.float()
@@ -159,31 +173,25 @@ class RosterRule(RoutingRule):
                 used_TK[span.first : span.last] = torch.from_numpy(roster.route(scores_TE[span.first : span.last]))
         return self._weighed(logits_TE, index_TK, weights_TK, used_TK, rule)
 
-    def _pinned_route(
-        self, layer: int, rows: Rows, logits_TE: Tensor, index_TK: Tensor, weights_TK: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """The same for a step of single tokens under pinned rosters, as decoding has them, in one native call; None for
-        any other step, and where a token shows that the topic has changed."""
-        rule = self._layers[layer].rule
-        rosters = _pinned_singles(layer, rows.spans)
-        native = logits_TE.dtype is weights_TK.dtype is torch.float32 and index_TK.dtype is torch.int64
-        if not rosters or len(rosters) != len(index_TK) or not rule.plain or not native:
-            return None
-        logits_TE, index_TK, weights_TK = logits_TE.contiguous(), index_TK.contiguous(), weights_TK.contiguous()
-        members = [roster.native() for roster in rosters]
-        route = pinned_tokens(members, logits_TE, logits_TE.softmax(-1), index_TK, weights_TK, rule.renormalise)
-        if route is None:
-            return None
-        tokens = []
-        for row, (roster, facts) in enumerate(zip(rosters, route.facts, strict=True)):
-            evidence = roster.evidence_after(facts[1])
-            if evidence is None:
-                return None
-            tokens.append(PinnedToken(roster, route, row, evidence))
-        for span, token in zip(rows.spans, tokens, strict=True):
-            span.state.pending[layer] = token
-        self.meters.add(route.facts, rule.top_k)
-        return route.experts, route.weights
+    def _begin(self, rows: Rows) -> None:
+        """A step, perhaps instead of one that failed: nothing of that counts but in the meters."""
+        self._take_meters()
+        self._rows, self._step = rows, None
+        for span in rows.spans:
+            if span.state is not None:
+                span.state.pending = {}
+        rosters = _pinned_singles(rows.spans)
+        if rosters is None:
+            return
+        kept = self._kept
+        if kept is None or len(kept.rosters_TL) != len(rosters) or any(map(is_not, kept.rosters_TL, rosters)):
+            kept = self._kept = PinnedStep(rosters, self._renormalise)
+        kept.begin()
+        self._step = kept
+
+    def _take_meters(self) -> None:
+        if self._step is not None:
+            self.meters.add(self._step.take_meters(), self._layers[0].rule.top_k)
 
     def _weighed(
         self, logits_TE: Tensor, index_TK: Tensor, weights_TK: Tensor, used_TK: Tensor, rule: Any
@@ -205,15 +213,20 @@ class RosterRule(RoutingRule):
         return list(dict.fromkeys(expert for state in states for expert in state.rosters[layer].members()))
 
     def holds(self, layer: int, rows: Rows) -> bool:
+        if self._step is not None and rows is self._rows and self._step.covers(layer):
+            return self._held[layer]
         return self._held[layer] and all(
             span.state is not None and span.state.rosters[layer].pinned for span in rows.spans
         )
 
     def after_step(self, rows: Rows) -> None:
-        for span in rows.spans:
+        self._take_meters()
+        step = self._step if rows is self._rows else None
+        self._rows = self._step = None
+        for row, span in enumerate(rows.spans):
             if span.state is not None:
                 before = span.state.pinned
-                self.rosters_changed |= span.state.commit()
+                self.rosters_changed |= span.state.commit(step, row)
                 self._pins += span.state.pinned and not before
                 self._shifts += before and not span.state.pinned
         if self.rosters_changed:
@@ -263,14 +276,11 @@ class RosterRule(RoutingRule):
         }
 
 
-def _pinned_singles(layer: int, spans: Sequence[Span]) -> list[Roster] | None:
-    """The rosters of a step's sequences where each has one token under a pinned one."""
-    rosters = []
+def _pinned_singles(spans: Sequence[Span]) -> list[list[PinnedRoster | None]] | None:
+    """Each sequence's rosters for native calls, where each has one token and some pinned roster; else None."""
+    found = []
     for span in spans:
         if span.state is None or span.last - span.first != 1:
             return None
-        roster = span.state.rosters[layer]
-        if roster.phase is not Phase.PINNED:
-            return None
-        rosters.append(roster)
-    return rosters
+        found.append(span.state.natives())
+    return found if found and all(map(any, found)) else None
