@@ -20,6 +20,9 @@ PREFETCHES = (0, 1, 3)
 WORTH = 1.02  # a forecast gain below this is noise
 ALLOCATION_TOKENS = 2000
 KEPT_FREE = 16  # slots
+# Heads that see the next token: a step over the larger of its reads and of its arithmetic with all in memory
+# (benchmarks/prerouter.py), and the gain from which it is worth to train some.
+HEADS_OVER_BOUND, HEADS_WORTH = 1.15, 1.15
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,16 @@ def plan(situation: Situation) -> RunPlan:
         ("depth", _depth),
         ("reads", _reads),
         ("prefill chunk", _chunk),
+        ("heads", _heads),
     )
     for name, decide in steps:
         if whole and name in ("policy", "prefetch", "depth"):
             value = getattr(choice, name)
             shown = "as measured at load" if value is None else value
             reasons[name] = f"{shown}: every expert stays in memory, so nothing is decided by it"
+            continue
+        if whole and name == "heads":
+            reasons[name] = "not worth training: every expert stays in memory, so there are no reads to hide"
             continue
         choice, reasons[name] = decide(situation, choice)
     token = forecast_of(situation, choice)
@@ -206,6 +213,25 @@ def _chunk(situation: Situation, choice: Choice) -> tuple[Choice, str]:
         f"{setting.prefill_chunk} tokens: the most whose activations take a twentieth of the budget; a prompt of "
         f"{found.tokens} takes {found.total_s:.1f} s by forecast, bound by {found.bound}"
     )
+
+
+def _heads(situation: Situation, choice: Choice) -> tuple[Choice, str]:
+    """What a prerouter could gain; it changes the output, so it is told and never chosen."""
+    shape, token = situation.shape, forecast_of(situation, choice)
+    setting = replace(situation.setting, path="hot", policy=choice.policy)
+    misses = shape.moe_layers * shape.top_k * (1 - hit_rate(misses_of(shape, setting, situation.routing)))
+    bytes_s = situation.machine.profile.sustained_bytes_s(shape.record_bytes, setting.depth or DEPTHS[1])
+    resident = replace(situation.setting, slots=shape.experts)
+    compute_ms = decode(shape, situation.machine, resident, situation.routing).total_ms
+    read_ms = 1e3 * misses * shape.record_bytes / bytes_s
+    speed = 1e3 / (HEADS_OVER_BOUND * max(read_ms, compute_ms))
+    told = (
+        f"the gates' own routes {token.tokens_s:.2f} tok/s, routes known at a step's start about {speed:.2f} "
+        f"(a token reads for {read_ms:.0f} ms and computes for {compute_ms:.0f})"
+    )
+    if speed < HEADS_WORTH * token.tokens_s:
+        return choice, f"not worth training: {told}"
+    return choice, f"worth training (`stoker train all`; they change the output): {told}"
 
 
 def _candidates(situation: Situation, choice: Choice) -> tuple[tuple[str, Choice], ...]:

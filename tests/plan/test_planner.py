@@ -25,7 +25,7 @@ def situation(slots: int = 16, **changes: Any) -> Situation:
 
 def test_every_choice_is_explained_in_a_line() -> None:
     found = plan(situation())
-    assert set(found.reasons) == {"slots", "path", "policy", "prefetch", "depth", "reads", "prefill chunk"}
+    assert set(found.reasons) == {"slots", "path", "policy", "prefetch", "depth", "reads", "prefill chunk", "heads"}
     assert all(reason and "\n" not in reason for reason in found.reasons.values())
 
 
@@ -42,6 +42,14 @@ def test_uniform_routing_gives_no_reason_to_leave_lru() -> None:
 
 def test_a_policy_that_hits_more_is_taken_where_reads_decide() -> None:
     assert plan(situation()).choice.policy != "lru"
+
+
+def test_heads_are_worth_training_where_reads_and_arithmetic_could_overlap() -> None:
+    """Told with both speeds, never chosen: the output would change."""
+    waits = plan(situation())
+    assert waits.reasons["heads"].startswith("worth training") and "change the output" in waits.reasons["heads"]
+    assert plan(situation(62)).reasons["heads"].startswith("not worth training")
+    assert plan(situation(64)).reasons["heads"].startswith("not worth training: every expert stays")
 
 
 def test_all_resident_leaves_nothing_to_decide() -> None:
