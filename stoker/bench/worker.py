@@ -1,8 +1,8 @@
 """One engine in one process, fed given token ids: what `stoker bench` and the scripts in benchmarks/ time.
 
 A session is a prompt and then ids fed one at a time, so that neither engine profits from repeated tokens. As a program
-it prints one JSON object and needs nothing but the standard library and the engine that it is told to run: another
-interpreter can run it for llama.cpp. It knows no cgroup and no repeats.
+it prints one JSON object and needs nothing but numpy and the engine that it is told to run: another interpreter can run
+it for llama.cpp. It knows no cgroup and no repeats.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+if __name__ == "__main__":  # by an interpreter that stoker is not installed for
+    sys.path.append(str(Path(__file__).parents[2]))
 
 from stoker.trace.measures import percentile
 
