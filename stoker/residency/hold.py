@@ -1,7 +1,7 @@
 """Experts that stay in their slots until someone says otherwise: a pin that outlives steps.
 
 Owns what each owner holds in a pool. Leaves `spare` slots to everything else, so that demand always finds room; what
-finds no slot is not held. Knows ids, no routes.
+finds no slot is not held, though it is read into one of those while nobody else wants it. Knows ids, no routes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from stoker.residency.kept import KeptSlots
 
 
 class Hold:
-    """A pin (see kept.Pin) on experts of one pool."""
+    """A pin (see kept.Pin) on experts of one pool. guests: read along with them, not pinned."""
 
-    def __init__(self, experts: Sequence[int]) -> None:
+    def __init__(self, experts: Sequence[int], guests: Sequence[int] = ()) -> None:
         self.experts: Sequence[int] = experts
+        self.guests = guests
         self.retired: set[int] = set()
 
 
@@ -40,16 +41,18 @@ class Holds:
                 mine.append(expert)
         if slots.complete or not mine:
             return len(mine)
-        slots.prefetch(mine)
-        hold = Hold([expert for expert in mine if expert in slots.held])
+        slots.prefetch([*mine, *(expert for expert in experts if expert not in mine)])
+        held = [expert for expert in mine if expert in slots.held]
+        hold = Hold(held, [expert for expert in experts if expert in slots.held and expert not in held])
         slots.pins.append(hold)
         self._holds[owner] = (slots, hold)
         return len(hold.experts)
 
     def settle(self) -> None:
-        """Wait until everything held is whole. What cannot be read is not there: a step that needs it says so."""
+        """Wait until everything held, and read along with it, is whole. What cannot be read is not there: a step that
+        needs it says so."""
         for slots, hold in self._holds.values():
-            for expert in hold.experts:
+            for expert in (*hold.experts, *hold.guests):
                 try:
                     if expert in slots.held:
                         slots.await_whole(expert)

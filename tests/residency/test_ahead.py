@@ -442,12 +442,26 @@ def test_an_error_in_a_wave_reaches_the_lease(queue: ReadQueue, tmp_path: Path) 
 # What is held.
 
 
+def test_what_is_not_held_is_read_along(store: RecordFile, queue: ReadQueue) -> None:
+    """As many experts as slots: all of them are there when the hold has settled, and demand finds room all the same."""
+    with Residency(store, queue, path="hot", slots=6) as residency:
+        assert residency.hold("me", 0, [1, 2, 3, 4, 5, 6], 2) == 4
+        residency.settle_holds()
+        assert residency.resident(0) == {1, 2, 3, 4, 5, 6}
+        before = reads_of(queue)
+        take_all(residency, store, 0, [5, 1, 6])
+        assert reads_of(queue) == before
+        take_all(residency, store, 0, [8, 9])
+        assert {1, 2, 3, 4} <= residency.resident(0)
+        check_books(residency)
+
+
 def test_what_is_held_stays_and_leaves_room(store: RecordFile, queue: ReadQueue) -> None:
     """Held experts outlive a flood of demand; two slots stay for others; letting go lets them leave."""
     with Residency(store, queue, path="hot", slots=6) as residency:
         assert residency.hold("me", 0, [1, 2, 3, 4, 5], 2) == 4
         residency.settle_holds()
-        assert residency.resident(0) == {1, 2, 3, 4}
+        assert residency.resident(0) == {1, 2, 3, 4, 5}
         for expert in range(6, 16):
             take_all(residency, store, 0, [expert])
         assert {1, 2, 3, 4} <= residency.resident(0)
