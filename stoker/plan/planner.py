@@ -20,9 +20,9 @@ PREFETCHES = (0, 1, 3)
 WORTH = 1.02  # a forecast gain below this is noise
 ALLOCATION_TOKENS = 2000
 KEPT_FREE = 16  # slots
-# Heads that see the next token: a step over the larger of its reads and of its arithmetic with all in memory
-# (benchmarks/prerouter.py), and the gain from which it is worth to train some.
-HEADS_OVER_BOUND, HEADS_WORTH = 1.15, 1.15
+# Heads that see the next token: a step over the larger of its reads and of its arithmetic, theirs included
+# (benchmarks/prerouter.py), the gain from which it is worth to train some, and their inner width.
+HEADS_OVER_BOUND, HEADS_WORTH, HEADS_HIDDEN = 1.15, 1.15, 512
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,11 @@ def _chunk(situation: Situation, choice: Choice) -> tuple[Choice, str]:
     )
 
 
+def heads_bytes(shape: ModelShape) -> int:
+    """Of heads that see the next token, in bf16, on every layer: what a token reads of memory for them."""
+    return 2 * shape.moe_layers * (HEADS_HIDDEN + shape.experts) * 2 * shape.hidden
+
+
 def _heads(situation: Situation, choice: Choice) -> tuple[Choice, str]:
     """What a prerouter could gain; it changes the output, so it is told and never chosen."""
     shape, token = situation.shape, forecast_of(situation, choice)
@@ -223,6 +228,7 @@ def _heads(situation: Situation, choice: Choice) -> tuple[Choice, str]:
     bytes_s = situation.machine.profile.sustained_bytes_s(shape.record_bytes, setting.depth or DEPTHS[1])
     resident = replace(situation.setting, slots=shape.experts)
     compute_ms = decode(shape, situation.machine, resident, situation.routing).total_ms
+    compute_ms += token.dense_ms * heads_bytes(shape) / max(1, shape.layers * shape.dense_layer_bytes)
     read_ms = 1e3 * misses * shape.record_bytes / bytes_s
     speed = 1e3 / (HEADS_OVER_BOUND * max(read_ms, compute_ms))
     told = (
