@@ -94,6 +94,14 @@ def rows(chosen: int, layers: int) -> Iterator[Row]:
     for seed in (1, 2):
         for count in (1, 2, 3):
             yield Row(f"next token seen: {', '.join(THREE[:count])}", THREE[:count], seed=seed, next_token=True)
+    for seed in (0, 1, 2):
+        for stages in (("heads", "distill"), ("heads", "distill", "sft")):
+            yield Row(f"next token seen: {', '.join(stages)}", stages, seed=seed, next_token=True)
+    yield Row("next token seen: heads, then sft jointly", ("heads", "sft-joint"), next_token=True)
+    yield Row("next token seen: first layers keep their gate", ("heads",), owners=f"2-{layers - 2}", next_token=True)
+    for k in fewer:
+        for count in (1, 3):
+            yield Row(f"next token seen: {', '.join(THREE[:count])}", THREE[:count], k=k, next_token=True)
     yield Row("LoRA without prerouter", ("sft", "distill"), heads=False)
     yield Row("LoRA without prerouter: sft", ("sft",), heads=False)
     yield Row("heads, then sft jointly", ("heads", "sft-joint"))

@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=2e6, help="of a training from scratch")
     parser.add_argument("--steps", type=int, default=600, help="of a retrofit")
     parser.add_argument("--delta", type=float, default=0.25)
+    parser.add_argument("--rate", type=float, default=3e-4, help="largest learning rate of a retrofit")
     parser.add_argument("--windows", type=int, default=32, help="test windows of 256 tokens of each domain")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
     parser.add_argument("--data", type=Path, default=TOKENS)
@@ -117,7 +118,7 @@ class Study:
         start = COMMITTED / self.model if self.model in SHAPES else self.directory / base
         return RulePlan(
             tokens=self.options.steps * STEP_TOKENS, rule=rules[kind], start=str(start), warmup_steps=20,
-            decay_part=0.9, peak_rate=1e-3, trains="experts" if kind == "experts" else "all", **common,
+            decay_part=0.9, peak_rate=self.options.rate, trains="experts" if kind == "experts" else "all", **common,
         )  # fmt: skip
 
     def origin(self, name: str) -> dict:
