@@ -54,7 +54,8 @@ class Seen(NamedTuple):
     before: Tensor
 
     def row(self, row: int) -> Seen:
-        return Seen(*(_row(part, row) for part in self))
+        """One token's part, a copy: a view would keep a whole prompt's hidden states in memory until the next step."""
+        return Seen(*(part[row : row + 1].clone() for part in self))
 
 
 @dataclass

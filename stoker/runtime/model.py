@@ -290,7 +290,7 @@ class Runtime:
         if self.rule is not None and asks_rule:
             self.step.rows = rows_of(parts, self.step.index + 1)
             if self.rule.wants_tokens:
-                self._show_tokens(torch.tensor([token for part in parts for token in part.ids]))
+                self._show_tokens(torch.tensor([t for part in parts for t in part.ids], dtype=torch.int64))
             for layer, experts in self.rule.before_step(self.step.rows):
                 self._streamed[layer].stage(experts)
         if self.mode.loras:

@@ -162,6 +162,18 @@ def test_batches_chunks_and_recomputing_change_nothing(packed: Packer, architect
         assert runtime.stats()["prerouter_fallbacks"] == 0
 
 
+def test_state_keeps_one_token_of_a_prompt(packed: Packer) -> None:
+    """What heads want of the last token lies outside the prompt's own tensors, which a budget has no place for."""
+    store, heads = packed("qwen3_moe", 4), some_heads("qwen3_moe", next_scale=NEXT)
+    with prerouted(store, heads) as runtime:
+        sequence = runtime.new_sequence()
+        runtime.prefill(sequence, some_ids(1, 40)[0].tolist())
+        assert len(sequence.routing.kept) == len(heads)
+        for seen in sequence.routing.kept:
+            assert all(part.untyped_storage().nbytes() == part.nbytes for part in seen)
+        sequence.close()
+
+
 @both_kinds
 def test_state_is_cut_with_its_sequence(packed: Packer, next_scale: float) -> None:
     store, heads = packed("qwen3_moe", 4), some_heads("qwen3_moe", next_scale=next_scale)
