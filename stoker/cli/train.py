@@ -46,13 +46,13 @@ Owners = Annotated[
     str | None,
     typer.Option(metavar="LAYERS", help="Layers with a head: 3-10,12 (default: all that can).", rich_help_panel=_HEADS),
 ]
-Hidden = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=_HEADS)]
+Hidden = Annotated[int | None, typer.Option(min=1, help="Width of a head (default: 512).", rich_help_panel=_HEADS)]
 NextToken = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--next-token/--one-ahead", rich_help_panel=_HEADS,
+        "--next-token/--one-ahead", rich_help_panel=_HEADS, show_default=False,
         help="Heads also see the token that the route is for: near to the gate's choice, and read when its step "
-        "begins; or they name it a token earlier without (Edge0's way).",
+        "begins (the default); or they name it a token earlier without (Edge0's way).",
     ),
 ]  # fmt: skip
 LossOption = Annotated[
@@ -65,8 +65,11 @@ TrainHeads = Annotated[bool, typer.Option("--train-heads", help="Heads go on lea
 Imitation = Annotated[
     float, typer.Option(min=0, help="Weight of their imitation of the gates then.", rich_help_panel=_HEADS)
 ]
-Rank = Annotated[int, typer.Option(min=1, help="Rank.", rich_help_panel=_LORA)]
-Alpha = Annotated[int, typer.Option(min=1, help="The update's scale is alpha / rank.", rich_help_panel=_LORA)]
+Rank = Annotated[int | None, typer.Option(min=1, help="Rank (default: 16).", rich_help_panel=_LORA)]
+Alpha = Annotated[
+    int | None,
+    typer.Option(min=1, help="The update's scale is alpha / rank (default: twice the rank).", rich_help_panel=_LORA),
+]
 TeacherStore = Annotated[
     Path | None,
     typer.Option("--teacher", metavar="DIR", help="A store of the same model in 16 bits.", rich_help_panel=_TEACHER),
@@ -99,8 +102,8 @@ def heads(
     text: Text,
     k: K = None,
     owners: Owners = None,
-    hidden: Hidden = 512,
-    next_token: NextToken = True,
+    hidden: Hidden = None,
+    next_token: NextToken = None,
     loss: LossOption = "kl",
     steps: Steps = None,
     sequences: Sequences = 8,
@@ -127,8 +130,8 @@ def sft(
     text: Text,
     adapter: Adapter = None,
     k: K = None,
-    rank: Rank = 16,
-    alpha: Alpha = 32,
+    rank: Rank = None,
+    alpha: Alpha = None,
     train_heads: TrainHeads = False,
     imitation: Imitation = 0.1,
     loss: LossOption = "kl",
@@ -167,8 +170,8 @@ def distill(
     adapter: Adapter = None,
     teacher: TeacherStore = None,
     k: K = None,
-    rank: Rank = 16,
-    alpha: Alpha = 32,
+    rank: Rank = None,
+    alpha: Alpha = None,
     train_heads: TrainHeads = False,
     imitation: Imitation = 0.1,
     loss: LossOption = "kl",
@@ -207,8 +210,8 @@ def roster(
     pin_after: common.PinAfter = None,
     delta: common.Delta = None,
     adapter: Adapter = None,
-    rank: Rank = 16,
-    alpha: Alpha = 32,
+    rank: Rank = None,
+    alpha: Alpha = None,
     steps: Steps = None,
     sequences: Sequences = 8,
     sequence_tokens: SequenceTokens = 256,
@@ -243,7 +246,7 @@ def everything(
     out: Out,
     k: K = None,
     owners: Owners = None,
-    next_token: NextToken = True,
+    next_token: NextToken = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 80, sft 40, distill 12).")] = None,
     sequences: Sequences = 8,
     sequence_tokens: SequenceTokens = 256,
@@ -268,13 +271,11 @@ def _run(stages: list[str], store: Path, out: Path, text: list[Path], options: d
     if given.get("adapter") is not None and given["adapter"].resolve() == out.resolve():
         raise OptionError("an adapter cannot be its own beginning", where="OUT", remedy="name another directory")
     from stoker.train.job import Job, run
-    from stoker.train.lora import LoraSettings
     from stoker.train.stages import StageOptions
 
     layers = layers_of(given.pop("owners", None))
     given["owners"] = None if layers is None else tuple(layers)
-    lora = LoraSettings(given.pop("rank", 16), given.pop("alpha", 32))
-    job = Job(store, out, tuple(text), lora=lora, options=StageOptions(**options), **given)
+    job = Job(store, out, tuple(text), options=StageOptions(**options), **given)
     cost = run(job, stages, note)
     for name, value in cost.items():
         note(f"{name}: {value}")

@@ -3,7 +3,8 @@
 Owns the rule and its state for one sequence and layer. The same object routes in training and in serving; what it
 chooses is a function of the scores of the tokens so far, in order, and not of how they were cut into calls. Knows no
 model, no residency and no clock. After "Predatory MoE: Serving MoE with a Sequence-Local Expert Roster" (Son, 2026);
-the paper names no delta: here it is in units of the running mean range of the layer's scores.
+the paper names no delta: here it is in units of the running mean range of the layer's scores. Ours alone: what is
+pinned are the experts that the gate's free choices gave most probability in the prefix, not what the barrier left.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Roster:
         self.count_E = np.zeros(experts, dtype=np.int64)
         self.last_E = np.full(experts, -1, dtype=np.int64)  # token of the last use
         self.member_E = np.zeros(experts, dtype=bool)
+        self.mass_E = np.zeros(experts)  # probability that the prefix's free choices gave each expert
+        self.mean_mass = 0.0  # of one free choice of the prefix that was pinned last
         self.range_sum = 0.0
         self.detector: Detector | None = None
         self.recent_NK = np.empty((0, chosen), dtype=np.int64)  # free choices since a change may have begun
@@ -67,6 +70,7 @@ class Roster:
         """A snapshot that goes its own way."""
         other = copy(self)
         other.count_E, other.last_E, other.member_E = self.count_E.copy(), self.last_E.copy(), self.member_E.copy()
+        other.mass_E = self.mass_E.copy()
         other.detector, other.repinned = copy(self.detector), list(self.repinned)
         other._native = None
         return other
@@ -122,8 +126,9 @@ class Roster:
         if len(full):
             taken_TK = taken_TK[: full[0] + 1]
         self._use(taken_TK)
+        self._weigh(scores_TE, free_TK[: len(taken_TK)])
         if len(full):
-            self._form(scores_TE[len(taken_TK) - 1])
+            self._form(self._most_used(scores_TE[len(taken_TK) - 1]))
             self.phase = Phase.BARRIER
         self._pin_if_due(scores_TE[len(taken_TK) - 1])
         return taken_TK
@@ -137,6 +142,7 @@ class Roster:
         if len(got_in):
             taken_TK = taken_TK[: got_in[0] + 1]
         self._use(taken_TK)
+        self._weigh(scores_TE, free_TK[: len(taken_TK)])
         if len(got_in):
             self._displace(taken_TK[-1], taken_TK[-1][outside_TK[got_in[0]]])
         self._pin_if_due(scores_TE[len(taken_TK) - 1])
@@ -160,11 +166,24 @@ class Roster:
         self.last_E[taken_TK.ravel()] = np.repeat(self.tokens + np.arange(len(taken_TK)), self.chosen)
         self.tokens += len(taken_TK)
 
-    def _form(self, scores_E: Floats) -> None:
-        """The m most used are the roster; ties: used last, then the better score now (where m were not used yet)."""
-        best = np.lexsort((-scores_E, -self.last_E, -self.count_E))[: self.size]
+    def _weigh(self, scores_TE: Floats, free_TK: Ints) -> None:
+        """Add up, token by token, what the gate's probabilities (softmax of the scores) give its free choices."""
+        scores_TE = scores_TE[: len(free_TK)]
+        parts_TE = np.exp(scores_TE - scores_TE.max(axis=1, keepdims=True))
+        chosen_TK = np.take_along_axis(parts_TE, free_TK, axis=1) / parts_TE.sum(axis=1, keepdims=True)
+        np.add.at(self.mass_E, free_TK.ravel(), chosen_TK.ravel())  # in order: the same bits however calls are cut
+
+    def _most_used(self, scores_E: Floats) -> Ints:
+        """All experts, the most used first; ties: used last, then the better score now (where few were used yet)."""
+        return np.lexsort((-scores_E, -self.last_E, -self.count_E))
+
+    def _weightiest(self, scores_E: Floats) -> Ints:
+        """All experts, those with most probability in the prefix first; ties as above."""
+        return np.lexsort((-scores_E, -self.last_E, -self.count_E, -self.mass_E))
+
+    def _form(self, order: Ints) -> None:
         self.member_E[:] = False
-        self.member_E[best] = True
+        self.member_E[order[: self.size]] = True
 
     def _displace(self, taken_K: Ints, outsiders: Ints) -> None:
         """Each outsider takes the place of the least used member that this token does not use; ties: least recent."""
@@ -179,8 +198,8 @@ class Roster:
     def _pin_if_due(self, scores_E: Floats) -> None:
         if self.pin_at is None or self.tokens < self.pin_at:
             return
-        if self.phase is Phase.EXPLORE:
-            self._form(scores_E)
+        self._form(self._weightiest(scores_E))
+        self.mean_mass = float(self.mass_E.sum()) / int(self.count_E.sum())
         self.phase = Phase.PINNED
         self.pins += 1
         if self.pins > 1:
@@ -202,6 +221,7 @@ class Roster:
         known, explore = len(self.recent_NK), self.shift.explore_tokens
         self.count_E[:], self.last_E[:], self.member_E[:] = 0, -1, False
         self.count_E += np.bincount(self.recent_NK.ravel(), minlength=len(self.count_E))
+        self.mass_E[:] = self.mean_mass * self.count_E  # their probabilities were not kept
         self.last_E[self.recent_NK.ravel()] = np.repeat(self.tokens - known + np.arange(known), self.chosen)
         self.recent_NK = self.recent_NK[:0]
         self.pin_at = self.tokens + max(explore - known, explore // 4, 1)

@@ -77,6 +77,11 @@ class Heads(nn.Module):
     def owners(self) -> list[int]:
         return [int(owner) for owner in self.by_owner]
 
+    @property
+    def hidden(self) -> int:
+        """The width of a head's inner layer."""
+        return self[self.owners[0]].served.hidden
+
     def __contains__(self, owner: int) -> bool:
         return str(owner) in self.by_owner
 

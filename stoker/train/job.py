@@ -39,7 +39,8 @@ TEXT = "teacher.jsonl"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on what, how long. None: the stage's default, the model's own (k), all (owners, decoder layers).
+    """What is trained, on what, how long. None: the stage's default, the adapter's or the model's own (k), all (owners,
+    decoder layers). What shapes heads or LoRA is refused where `adapter` brings others.
 
     teacher: a store of full precision; teacher_url: writes text for sft, scores nothing. Neither: text as given, and
     the base itself by its own gates is distill's teacher.
@@ -50,9 +51,10 @@ class Job:
     text: tuple[Path, ...]
     k: int | None = None
     owners: tuple[int, ...] | None = None
-    hidden: int = HIDDEN
-    next_token: bool = True  # heads see the token that their route is for
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    hidden: int | None = None
+    next_token: bool | None = None  # heads see the token that their route is for: the default
+    rank: int | None = None
+    alpha: int | None = None
     options: StageOptions = field(default_factory=StageOptions)
     steps: int | None = None
     quick: bool = False
@@ -76,6 +78,15 @@ class Job:
         if self.sequence_tokens < 2:
             raise OptionError("a sequence needs two tokens", where="--sequence-tokens", got=self.sequence_tokens)
 
+    @property
+    def sees_next(self) -> bool:
+        return self.next_token is not False
+
+    @property
+    def lora(self) -> LoraSettings:
+        rank = self.rank or LoraSettings.r
+        return LoraSettings(rank, self.alpha or 2 * rank)
+
     def schedule(self, stage: str) -> Schedule:
         steps = self.steps or (QUICK_STEPS if self.quick else STEPS)[stage]
         return Schedule(steps, self.lr or RATES[stage], min(10, steps // 5), save_every=self.save_every)
@@ -96,6 +107,7 @@ def run(job: Job, stages: Sequence[str], tell: Callable[[str], None] = lambda li
         student = Student.of(base, job.k)
         if job.adapter is not None:
             load_into(student, job.adapter)
+            _check_brought(job, student)
         teacher = Teacher(base, student) if scoring is None else Teacher(scoring)
         recipe: dict[str, Any] = {"sequence_tokens": job.sequence_tokens, "seed": job.options.seed, "stages": []}
         for stage in stages:
@@ -121,7 +133,7 @@ def _train(
 ) -> dict[str, Any]:
     options = job.options
     if name == "heads" and student.heads is None:
-        student.add_heads(job.owners, job.hidden, options.seed, job.next_token)
+        student.add_heads(job.owners, job.hidden or HIDDEN, options.seed, job.sees_next)
     if name != "heads" and not student.lora:
         student.add_lora(job.lora, options.seed)
     if name == "roster":
@@ -139,7 +151,7 @@ def _train(
         "adapter": None if job.adapter is None else str(job.adapter),
         "teacher": _teacher_name(job, teacher) if name != "heads" else None,
         **{key: value for key, value in vars(options).items()},
-        **({} if name == "heads" else vars(job.lora)),
+        **({} if name == "heads" else vars(student.lora_settings or job.lora)),
         "sequence_tokens": job.sequence_tokens,
         **({} if name != "roster" or job.roster is None else {"roster": job.roster.as_dict()}),
     }
@@ -215,6 +227,35 @@ def _check_source(source: Windows | Answers, stages: Sequence[str], job: Job) ->
         )
 
 
+def _check_brought(job: Job, student: Student) -> None:
+    """Raises OptionError where an option asks for heads or LoRA of another shape than the adapter's, by its name."""
+    asked: dict[str, tuple[Any, Any]] = {}
+    if student.heads is not None:
+        owners = tuple(student.model.blocks[owner].layer for owner in student.heads.owners)
+        asked["--owners"] = (job.owners, owners)
+        asked["--hidden"] = (job.hidden, student.heads.hidden)
+        asked["--next-token, --one-ahead"] = (job.next_token, bool(student.heads.next_scale))
+    if student.lora_settings is not None:
+        asked["--rank"] = (job.rank, student.lora_settings.r)
+        asked["--alpha"] = (job.alpha, student.lora_settings.alpha)
+    for option, (wanted, brought) in asked.items():
+        if wanted is not None and wanted != brought:
+            raise OptionError(
+                "the adapter's heads and LoRA are trained on as they are",
+                where=option,
+                expected=brought,
+                got=wanted,
+                remedy="leave the option out, or begin without --adapter",
+            )
+    if job.roster is not None and student.heads is not None:
+        raise OptionError(
+            "heads and rosters both want to choose",
+            where="--adapter",
+            expected="an adapter without heads",
+            got=f"{job.adapter}, with heads",
+        )
+
+
 def _base_options(job: Job, store: Store, world: int) -> BaseOptions:
     """world 0: of a teacher that only scores."""
     rows = -(-job.options.sequences // max(1, world))
@@ -233,7 +274,8 @@ def _trained_parameters(job: Job, store: Store) -> int:
     """Of all heads and LoRA, roughly."""
     config = load_config(store.path).get_text_config()
     experts, width = max(pool.experts for pool in store.pools), config.hidden_size
-    head = ((2 if job.next_token else 1) * width + 2 * experts) * (job.hidden + experts) + experts * job.hidden
+    hidden = job.hidden or HIDDEN
+    head = ((2 if job.sees_next else 1) * width + 2 * experts) * (hidden + experts) + experts * hidden
     return len(store.pools) * (head + 14 * job.lora.r * 2 * width)
 
 

@@ -1,4 +1,5 @@
-"""The roster rule in plain Python, token by token, as the paper's summary has it; slow and without arrays."""
+"""The roster rule in plain Python, token by token: as the paper's summary has it, but that the experts with most
+probability in the prefix are pinned; slow and without arrays."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ class PlainRoster:
     phase: str = "explore"
     count: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
+    mass: dict[int, float] = field(default_factory=dict)  # probability of the prefix's free choices
+    mean_mass: float = 0.0
     roster: set[int] = field(default_factory=set)
     history: list[tuple[float, list[int]]] = field(default_factory=list)  # since the pin: share held, free choices
     log: list[tuple[int, str]] = field(default_factory=list)  # (token, "pin" or "shift")
@@ -52,17 +55,22 @@ class PlainRoster:
             since = self.shifted() if self.shift is not None else None
             if since is not None:
                 self.log.append((self.time, "shift"))
-                self.phase, self.count, self.last, self.roster = "explore", {}, {}, set()
+                self.phase, self.count, self.last, self.roster, self.mass = "explore", {}, {}, set(), {}
                 explore = self.shift.explore_tokens
                 known = self.history[-min(since, explore) :]
                 for place, (_, choices) in enumerate(known):
                     for expert in choices:
                         self.count[expert] = self.count.get(expert, 0) + 1
                         self.last[expert] = self.time - len(known) + place
+                self.mass = {expert: self.mean_mass * uses for expert, uses in self.count.items()}
                 self.pin_at = self.time + max(explore - len(known), explore // 4, 1)
             return taken
+        largest = max(scores)
+        whole = sum(math.exp(score - largest) for score in scores)
+        for expert in free:
+            self.mass[expert] = self.mass.get(expert, 0.0) + math.exp(scores[expert] - largest) / whole
         if self.phase == "explore" and len(self.count) >= self.size:
-            self.form(scores)
+            self.form(scores, {})
             self.phase = "barrier"
         elif self.phase == "barrier":
             for expert in taken:
@@ -72,8 +80,8 @@ class PlainRoster:
                     self.roster.remove(victim)
                     self.roster.add(expert)
         if self.pin_at is not None and self.time >= self.pin_at:
-            if self.phase == "explore":
-                self.form(scores)
+            self.form(scores, self.mass)
+            self.mean_mass = sum(self.mass.values()) / sum(self.count.values())
             self.phase, self.history = "pinned", []
             self.log.append((self.time, "pin"))
         return taken
@@ -81,8 +89,11 @@ class PlainRoster:
     def uses(self, expert: int) -> int:
         return self.count.get(expert, 0)
 
-    def form(self, scores: list[float]) -> None:
-        order = sorted(range(self.experts), key=lambda e: (-self.uses(e), -self.last.get(e, -1), -scores[e], e))
+    def form(self, scores: list[float], mass: dict[int, float]) -> None:
+        def rank(e: int) -> tuple[float, ...]:
+            return -mass.get(e, 0.0), -self.uses(e), -self.last.get(e, -1), -scores[e], e
+
+        order = sorted(range(self.experts), key=rank)
         self.roster = set(order[: self.size])
 
     def shifted(self) -> int | None:

@@ -131,6 +131,28 @@ def test_what_cannot_be_is_refused(more: list[str], said: str, packed: Packer, t
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_an_adapter_brings_its_own_shapes(packed: Packer, text: Path, tmp_path: Path) -> None:
+    """What heads and LoRA are is the adapter's: an option that asks for others is refused by its name, not ignored."""
+    store, first, second = packed("qwen3_moe", 4), tmp_path / "heads", tmp_path / "sft"
+    done = run(command("heads", store, first, text, 2, "--hidden", "32", "--one-ahead", "--owners", "0"))
+    assert done.returncode == 0, done.stderr
+    done = run(command("sft", store, second, text, 2, "--adapter", str(first), "--rank", "4"))
+    assert done.returncode == 0, done.stderr
+    asked = [("heads", ["--hidden", "64"], "--hidden: "), ("heads", ["--next-token"], "--next-token, --one-ahead: ")]
+    asked += [("heads", ["--owners", "1"], "--owners: "), ("sft", ["--rank", "8"], "--rank: ")]
+    asked += [
+        ("distill", ["--prompt-tokens", "4", "--alpha", "9"], "--alpha: "),
+        ("roster", ["--roster-size", "4"], "--adapter: "),
+    ]
+    for stage, more, where in asked:
+        refused = run(command(stage, store, tmp_path / "no", text, 2, "--adapter", str(second), *more))
+        assert refused.returncode == 2 and where in refused.stderr, (stage, more, refused.stderr)
+        assert not (tmp_path / "no" / "manifest.json").exists()
+    same = ["--hidden", "32", "--one-ahead", "--owners", "0"]
+    done = run(command("heads", store, tmp_path / "on", text, 2, "--adapter", str(second), *same))
+    assert done.returncode == 0, done.stderr
+
+
 def test_another_run_in_the_same_directory_is_refused(packed: Packer, text: Path, tmp_path: Path) -> None:
     store, out = packed("qwen3_moe", 4), tmp_path / "out"
     assert run(command("heads", store, out, text, 2)).returncode == 0
