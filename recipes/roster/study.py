@@ -37,6 +37,7 @@ COMMITTED = HERE.parent / "testbed"
 SIZES = {"8k2": 4, "32k4": 8}
 WINDOW = 256
 STEP_TOKENS = 2048
+LARGE = {"step_tokens": 4 * STEP_TOKENS, "optimiser": "muon", "muon_rate": 0.006, "peak_rate": 1e-3}  # of NAME-large
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rows", default="base,retrofit,control,scratch")
     parser.add_argument("--tokens", type=float, default=2e6, help="of a training from scratch")
     parser.add_argument("--steps", type=int, default=600, help="of a retrofit")
-    parser.add_argument("--delta", type=float, default=0.25)
+    parser.add_argument("--delta", type=float, default=0.15)
     parser.add_argument("--rate", type=float, default=3e-4, help="largest learning rate of a retrofit")
     parser.add_argument("--windows", type=int, default=32, help="test windows of 256 tokens of each domain")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
@@ -102,8 +103,10 @@ class Study:
     def plan(self, name: str) -> RulePlan:
         """base, scratch, amplifier[_late|_removed]: from scratch. retrofit, control (the same steps without the rule),
         experts (the experts alone are trained), distil: from the base. NAME_half, NAME_double: of a base with half
-        or twice the tokens, for erosion."""
+        or twice the tokens, for erosion. NAME-large: as many steps from the base, each of four times the tokens and
+        by the optimiser that trained it."""
         kind, _, variant = name.partition("_")
+        kind, _, large = kind.partition("-")
         tokens = self.options.tokens * {"half": 0.5, "double": 2.0}.get(variant, 1.0)
         common = {"model": self.model, "seed": self.seed, "step_tokens": STEP_TOKENS, "window": WINDOW}
         common |= {"size": self.m, "delta": self.options.delta, "optimiser": "adamw"}
@@ -116,9 +119,10 @@ class Study:
             raise SystemExit(f"no row {name}")
         base = "base" if variant == "" else f"base_{variant}"
         start = COMMITTED / self.model if self.model in SHAPES else self.directory / base
+        common |= {"peak_rate": self.options.rate} if not large else LARGE
         return RulePlan(
-            tokens=self.options.steps * STEP_TOKENS, rule=rules[kind], start=str(start), warmup_steps=20,
-            decay_part=0.9, peak_rate=self.options.rate, trains="experts" if kind == "experts" else "all", **common,
+            tokens=self.options.steps * common["step_tokens"], rule=rules[kind], start=str(start), warmup_steps=20,
+            decay_part=0.9, trains="experts" if kind == "experts" else "all", **common,
         )  # fmt: skip
 
     def origin(self, name: str) -> dict:

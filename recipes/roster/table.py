@@ -16,8 +16,10 @@ DOCS = HERE.parents[1] / "docs" / "routing.md"
 NAMES = {
     "base": "attach: pinned without any training",
     "retrofit": "retrofit, pinning active",
+    "retrofit-large": "retrofit, 8,192 tokens a step (Muon)",
     "experts": "retrofit, the experts alone",
     "control": "the same steps without the rule",
+    "control-large": "the large steps without the rule",
     "scratch": "from scratch under the rule",
     "amplifier": "amplifier from the start",
     "amplifier_late": "amplifier in the second half",
