@@ -27,7 +27,7 @@ Text = Annotated[
 SequenceTokens = Annotated[int, typer.Option(min=2, help="Tokens of one sequence.", rich_help_panel=_TEXT)]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences of a step, over all processes.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 150, sft 150, distill 40).")]
-Rate = Annotated[float | None, typer.Option(help="Learning rate (default: heads 1e-3, sft 5e-4, distill 2e-4).")]
+Rate = Annotated[float | None, typer.Option(help="Learning rate (default: heads 2e-3, sft 5e-4, distill 2e-4).")]
 Seed = Annotated[int, typer.Option(min=0, help="Order of the text, first weights, draws.")]
 K = Annotated[int | None, typer.Option("--k", min=1, help="Experts a token (default: the model's own).")]
 Adapter = Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from the heads and LoRA of this adapter.")]
@@ -247,9 +247,9 @@ def everything(
     k: K = None,
     owners: Owners = None,
     next_token: NextToken = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 80, sft 40, distill 12).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps (default: heads 60, sft 24, distill 6).")] = None,
     sequences: Sequences = 8,
-    sequence_tokens: SequenceTokens = 256,
+    sequence_tokens: SequenceTokens = 128,
     seed: Seed = 0,
     teacher: TeacherStore = None,
     memory: Memory = "auto",

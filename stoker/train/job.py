@@ -32,8 +32,8 @@ from stoker.train.workers import Workers
 
 STAGES = ("heads", "sft", "distill", "roster")
 STEPS = {"heads": 150, "sft": 150, "distill": 40, "roster": 600}
-QUICK_STEPS = {"heads": 80, "sft": 40, "distill": 12}  # of `stoker train all`: minutes, not hours
-RATES = {"heads": 1e-3, "sft": 5e-4, "distill": 2e-4, "roster": 5e-4}
+QUICK_STEPS = {"heads": 60, "sft": 24, "distill": 6}  # of `stoker train all`: minutes, not hours
+RATES = {"heads": 2e-3, "sft": 5e-4, "distill": 2e-4, "roster": 5e-4}
 TEXT = "teacher.jsonl"
 
 
