@@ -77,6 +77,7 @@ class PinnedStep:
         self.free_LTK = np.empty(self._shape, dtype=np.int64)
         natives = [[None if one is None else one.native for one in row] for row in rosters_TL]
         self._native = _kernels.PinnedStep(natives, renormalise_L)
+        self._logits: list[Tensor | None] = [None] * len(renormalise_L)  # of the layers that were routed
         self._wide = [(len(rosters_TL), experts) if experts else None for experts in self._native.experts()]
         self.begin()
 
@@ -114,7 +115,15 @@ class PinnedStep:
         routed = self._native.route(
             layer, logits_TE.data_ptr(), probabilities_TE.data_ptr(), gate_TK.data_ptr(), weights_TK.data_ptr()
         )
+        if routed:
+            self._logits[layer] = logits_TE.clone()  # its owner may write the next layer's there
         return self._found[layer] if routed else None
+
+    def scores(self, layer: int, row: int) -> NDArray[np.float64]:
+        """The logits of a token that was routed in a layer, float64 [1, E]."""
+        logits_TE = self._logits[layer]
+        assert logits_TE is not None, "the layer was routed"
+        return logits_TE[row : row + 1].double().numpy()
 
     def finish(self, row: int, number: int) -> list[Any]:
         """Count what the sequence of this row used, in every layer that was routed, as its token `number`; TokenFacts

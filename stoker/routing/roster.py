@@ -9,6 +9,7 @@ pinned are the experts that the gate's free choices gave most probability in the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from enum import Enum
 from typing import Any
@@ -50,10 +51,10 @@ class Roster:
         self.last_E = np.full(experts, -1, dtype=np.int64)  # token of the last use
         self.member_E = np.zeros(experts, dtype=bool)
         self.mass_E = np.zeros(experts)  # probability that the prefix's free choices gave each expert
-        self.mean_mass = 0.0  # of one free choice of the prefix that was pinned last
         self.range_sum = 0.0
         self.detector: Detector | None = None
         self.recent_NK = np.empty((0, chosen), dtype=np.int64)  # free choices since a change may have begun
+        self.recent_mass_NK = np.empty((0, chosen))  # and their probabilities
         self.repinned: list[int] = []  # tokens at which it was pinned anew after a shift
         self.pins = self.displaced = 0  # how often pinned; how many members outsiders displaced
         self.changed = 0  # choices of the free top-k that were not taken
@@ -102,9 +103,11 @@ class Roster:
             self._native = PinnedRoster(self.member_E, self.count_E, self.last_E, self.chosen)
         return self._native
 
-    def note_token(self, score_range: float, held: float, changed: int, free_TK: Ints) -> bool:
-        """Keep a token that native calls routed and counted, from what they said of it (free: int64 [1, K]); whether it
-        shows a shift."""
+    def note_token(
+        self, score_range: float, held: float, changed: int, free_TK: Ints, scores: Callable[[], Floats]
+    ) -> bool:
+        """Keep a token that native calls routed and counted, from what they said of it (free: int64 [1, K]; scores
+        gives its float64 [1, E]); whether it shows a shift."""
         self.range_sum += score_range
         self.changed += changed
         self.tokens += 1
@@ -112,7 +115,7 @@ class Roster:
         if detector is None:
             return False
         shifted = detector.note(held, detector.evidence_after(held))
-        self._keep_recent(free_TK)
+        self._keep_recent(free_TK, scores)
         if shifted:
             self._start_anew()
         return shifted
@@ -126,7 +129,7 @@ class Roster:
         if len(full):
             taken_TK = taken_TK[: full[0] + 1]
         self._use(taken_TK)
-        self._weigh(scores_TE, free_TK[: len(taken_TK)])
+        self._weigh(free_TK[: len(taken_TK)], masses(scores_TE, free_TK[: len(taken_TK)]))
         if len(full):
             self._form(self._most_used(scores_TE[len(taken_TK) - 1]))
             self.phase = Phase.BARRIER
@@ -142,7 +145,7 @@ class Roster:
         if len(got_in):
             taken_TK = taken_TK[: got_in[0] + 1]
         self._use(taken_TK)
-        self._weigh(scores_TE, free_TK[: len(taken_TK)])
+        self._weigh(free_TK[: len(taken_TK)], masses(scores_TE, free_TK[: len(taken_TK)]))
         if len(got_in):
             self._displace(taken_TK[-1], taken_TK[-1][outside_TK[got_in[0]]])
         self._pin_if_due(scores_TE[len(taken_TK) - 1])
@@ -154,7 +157,7 @@ class Roster:
         taken_TK = top(np.where(self.member_E, scores_TE[:tokens], -np.inf), self.chosen)
         self._use(taken_TK)
         if self.detector is not None:
-            self._keep_recent(free_TK[:tokens])
+            self._keep_recent(free_TK[:tokens], lambda: scores_TE[:tokens])
         if shifted is not None:
             self._start_anew()
         return taken_TK
@@ -166,12 +169,9 @@ class Roster:
         self.last_E[taken_TK.ravel()] = np.repeat(self.tokens + np.arange(len(taken_TK)), self.chosen)
         self.tokens += len(taken_TK)
 
-    def _weigh(self, scores_TE: Floats, free_TK: Ints) -> None:
-        """Add up, token by token, what the gate's probabilities (softmax of the scores) give its free choices."""
-        scores_TE = scores_TE[: len(free_TK)]
-        parts_TE = np.exp(scores_TE - scores_TE.max(axis=1, keepdims=True))
-        chosen_TK = np.take_along_axis(parts_TE, free_TK, axis=1) / parts_TE.sum(axis=1, keepdims=True)
-        np.add.at(self.mass_E, free_TK.ravel(), chosen_TK.ravel())  # in order: the same bits however calls are cut
+    def _weigh(self, free_TK: Ints, mass_TK: Floats) -> None:
+        """Add up the probabilities of free choices, token by token: the same bits however calls are cut."""
+        np.add.at(self.mass_E, free_TK.ravel(), mass_TK.ravel())
 
     def _most_used(self, scores_E: Floats) -> Ints:
         """All experts, the most used first; ties: used last, then the better score now (where few were used yet)."""
@@ -199,20 +199,21 @@ class Roster:
         if self.pin_at is None or self.tokens < self.pin_at:
             return
         self._form(self._weightiest(scores_E))
-        self.mean_mass = float(self.mass_E.sum()) / int(self.count_E.sum())
         self.phase = Phase.PINNED
         self.pins += 1
         if self.pins > 1:
             self.repinned.append(self.tokens)
         self.detector = Detector(self.shift, self.size / len(self.member_E)) if self.shift is not None else None
 
-    def _keep_recent(self, free_TK: Ints) -> None:
+    def _keep_recent(self, free_TK: Ints, scores: Callable[[], Floats]) -> None:
         """The free choices since a change may have begun, with those of the tokens that the detector just saw."""
         assert self.detector is not None
         since = min(self.detector.excursion, self.detector.shift.explore_tokens)
         if since or len(self.recent_NK):
             recent_NK = np.concatenate((self.recent_NK, free_TK))
+            mass_NK = np.concatenate((self.recent_mass_NK, masses(scores(), free_TK)))
             self.recent_NK = recent_NK[len(recent_NK) - since :].copy()
+            self.recent_mass_NK = mass_NK[len(mass_NK) - since :].copy()
 
     def _start_anew(self) -> None:
         """Explore, with what the gate has chosen since the change began as the first choices of the new topic."""
@@ -221,9 +222,10 @@ class Roster:
         known, explore = len(self.recent_NK), self.shift.explore_tokens
         self.count_E[:], self.last_E[:], self.member_E[:] = 0, -1, False
         self.count_E += np.bincount(self.recent_NK.ravel(), minlength=len(self.count_E))
-        self.mass_E[:] = self.mean_mass * self.count_E  # their probabilities were not kept
+        self.mass_E[:] = 0
+        self._weigh(self.recent_NK, self.recent_mass_NK)
         self.last_E[self.recent_NK.ravel()] = np.repeat(self.tokens - known + np.arange(known), self.chosen)
-        self.recent_NK = self.recent_NK[:0]
+        self.recent_NK, self.recent_mass_NK = self.recent_NK[:0], self.recent_mass_NK[:0]
         self.pin_at = self.tokens + max(explore - known, explore // 4, 1)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
@@ -247,6 +249,13 @@ class Roster:
         sums_T = np.cumsum(np.concatenate(([self.range_sum], np.ptp(scores_TE, axis=1))))[1:]
         self.range_sum = float(sums_T[-1]) if len(sums_T) else self.range_sum
         return sums_T / np.arange(self.tokens + 1, self.tokens + 1 + len(sums_T))
+
+
+def masses(scores_TE: Floats, free_TK: Ints) -> Floats:
+    """The probabilities (softmax of the scores, of at least as many tokens) of the free choices, [T, K]."""
+    parts_TE = np.exp(scores_TE[: len(free_TK)] - scores_TE[: len(free_TK)].max(axis=1, keepdims=True))
+    chosen_TK: Floats = np.take_along_axis(parts_TE, free_TK, axis=1) / parts_TE.sum(axis=1, keepdims=True)
+    return chosen_TK
 
 
 def top(scores_TE: Floats, chosen: int) -> Ints:

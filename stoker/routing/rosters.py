@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from operator import is_not
 from typing import Any
 from weakref import WeakSet
@@ -92,7 +93,8 @@ class RosterState(RouteState):
         if step is not None:
             for layer, score_range, held, missed in step.finish(row, self.tokens):
                 free_TK = step.free_LTK[layer, row : row + 1]
-                changed |= self.rosters[layer].note_token(score_range, held, missed, free_TK)
+                scores = partial(step.scores, layer, row)
+                changed |= self.rosters[layer].note_token(score_range, held, missed, free_TK, scores)
                 self.pending.pop(layer, None)
         for layer, roster in self.pending.items():
             before = self.rosters[layer]

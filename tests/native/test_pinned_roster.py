@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -100,7 +101,9 @@ def test_steps_are_what_the_plain_rule_does_one_token_at_a_time() -> None:
             facts = step.finish(row, ours[row][2].tokens)
             assert [layer for layer, *_ in facts] == list(routed)
             for layer, score_range, held, changed in facts:
-                assert not ours[row][layer].note_token(score_range, held, changed, step.free_LTK[layer, row : row + 1])
+                free_TK = step.free_LTK[layer, row : row + 1]
+                scores = partial(step.scores, layer, row)
+                assert not ours[row][layer].note_token(score_range, held, changed, free_TK, scores)
     assert all(map(torch.equal, given, copies)), "who keeps a step's routes keeps them"
     for one, other in zip(chain(*ours), chain(*theirs), strict=True):
         assert one.range_sum == other.range_sum and one.changed == other.changed and one.tokens == other.tokens

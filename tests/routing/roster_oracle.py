@@ -27,15 +27,19 @@ class PlainRoster:
     count: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     mass: dict[int, float] = field(default_factory=dict)  # probability of the prefix's free choices
-    mean_mass: float = 0.0
     roster: set[int] = field(default_factory=set)
-    history: list[tuple[float, list[int]]] = field(default_factory=list)  # since the pin: share held, free choices
+    history: list[tuple[float, dict[int, float]]] = field(
+        default_factory=list
+    )  # since the pin: share held, free choices
     log: list[tuple[int, str]] = field(default_factory=list)  # (token, "pin" or "shift")
 
     def token(self, scores: list[float]) -> list[int]:
         self.ranges += max(scores) - min(scores)
         unit = self.ranges / (self.time + 1)
         free = best(scores, self.chosen)
+        largest = max(scores)
+        whole = sum(math.exp(score - largest) for score in scores)
+        probabilities = {expert: math.exp(scores[expert] - largest) / whole for expert in free}
         if self.phase == "pinned":
             inside = sorted(self.roster, key=lambda expert: (-scores[expert], expert))
             taken = inside[: self.chosen]
@@ -51,7 +55,7 @@ class PlainRoster:
         if self.phase == "pinned":
             weights = [math.exp(scores[expert]) for expert in free]
             held = sum(w for w, expert in zip(weights, free, strict=True) if expert in self.roster)
-            self.history.append((held / sum(weights), free))
+            self.history.append((held / sum(weights), probabilities))
             since = self.shifted() if self.shift is not None else None
             if since is not None:
                 self.log.append((self.time, "shift"))
@@ -59,16 +63,14 @@ class PlainRoster:
                 explore = self.shift.explore_tokens
                 known = self.history[-min(since, explore) :]
                 for place, (_, choices) in enumerate(known):
-                    for expert in choices:
+                    for expert, probability in choices.items():
+                        self.mass[expert] = self.mass.get(expert, 0.0) + probability
                         self.count[expert] = self.count.get(expert, 0) + 1
                         self.last[expert] = self.time - len(known) + place
-                self.mass = {expert: self.mean_mass * uses for expert, uses in self.count.items()}
                 self.pin_at = self.time + max(explore - len(known), explore // 4, 1)
             return taken
-        largest = max(scores)
-        whole = sum(math.exp(score - largest) for score in scores)
-        for expert in free:
-            self.mass[expert] = self.mass.get(expert, 0.0) + math.exp(scores[expert] - largest) / whole
+        for expert, probability in probabilities.items():
+            self.mass[expert] = self.mass.get(expert, 0.0) + probability
         if self.phase == "explore" and len(self.count) >= self.size:
             self.form(scores, {})
             self.phase = "barrier"
@@ -81,7 +83,6 @@ class PlainRoster:
                     self.roster.add(expert)
         if self.pin_at is not None and self.time >= self.pin_at:
             self.form(scores, self.mass)
-            self.mean_mass = sum(self.mass.values()) / sum(self.count.values())
             self.phase, self.history = "pinned", []
             self.log.append((self.time, "pin"))
         return taken
