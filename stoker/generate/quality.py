@@ -17,7 +17,7 @@ from typing import Any, Literal
 from stoker.errors import OptionError, StokerError
 from stoker.plan.profile import cache_directory
 
-VERSION = 2
+VERSION = 3  # of what the modes do too: 3 is the roster that pins by probability
 SAME_BUDGET = 0.1  # what was measured at a budget holds for budgets so close to it
 _KL = re.compile(r"kl<=([0-9.]+)")
 _PPL = re.compile(r"ppl<=\+?([0-9.]+)%")

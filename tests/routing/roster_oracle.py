@@ -28,9 +28,8 @@ class PlainRoster:
     last: dict[int, int] = field(default_factory=dict)
     mass: dict[int, float] = field(default_factory=dict)  # probability of the prefix's free choices
     roster: set[int] = field(default_factory=set)
-    history: list[tuple[float, dict[int, float]]] = field(
-        default_factory=list
-    )  # since the pin: share held, free choices
+    # since the pin: share held, free choices with their probabilities
+    history: list[tuple[float, dict[int, float]]] = field(default_factory=list)
     log: list[tuple[int, str]] = field(default_factory=list)  # (token, "pin" or "shift")
 
     def token(self, scores: list[float]) -> list[int]:
